@@ -241,7 +241,7 @@ class _Layout:
         try:
             messages, answer = record
         except (TypeError, ValueError):
-            raise MessagesError(f"record {number} is no pair of messages and answer") from None
+            raise MessagesError(f"record {number} is not a pair (messages, answer)") from None
         if not isinstance(answer, str) or not answer:
             raise MessagesError(f"record {number} has no text to learn as its answer")
         prompt = self._render(messages, True)
@@ -250,7 +250,7 @@ class _Layout:
         begin = len(prompt)
         if len(whole) <= begin or not np.array_equal(whole.ids[:begin], prompt.ids):
             raise MessagesError(
-                f"record {number}: the chat template writes the prompt in another way once it is "
+                f"record {number}: the chat template writes the prompt differently once it is "
                 "answered; set template_kwargs so that both agree, such as enable_thinking=False"
             )
         end = self._end(whole.ids, begin)

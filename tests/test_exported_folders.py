@@ -489,5 +489,5 @@ def test_a_graph_of_another_part_is_named_when_it_is_loaded(part: str, folder: P
     shutil.copyfile(graphs / f"{swapped}.onnx", graphs / f"{part}.onnx")
     resealed_files(folder)
     sealed(folder, lambda told: told.update(appends=part == "head" and told["appends"]))
-    with pytest.raises(ModelError, match=rf"the {part}'s graph takes .* which this model has not"):
+    with pytest.raises(ModelError, match=rf"the {part}'s graph takes .* which this model lacks"):
         ks.load(folder, grain=16)

@@ -255,7 +255,10 @@ def test_a_generate_of_somebody_elses(parts: tuple[Any, Any]) -> None:
     model, processor = parts
     model.generate = lambda **options: None
     try:
-        with pytest.raises(ModelError, match="of its own"), ks.installed(model, processor):
+        with (
+            pytest.raises(ModelError, match="somebody else replaced generate"),
+            ks.installed(model, processor),
+        ):
             pass
     finally:
         del model.generate

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "blocks": (GIF_HEAD + b"\x21\xfe" + b"\1a" * MANY + b"\0;", "more than 65536 blocks"),
     "bytes that are no block": (GIF_HEAD + b"\0" * MANY + b";", "more than 65536 blocks"),
     "a long comment": (b"P6\n#" + b"a" * MANY + b"\n2 2 255\n" + bytes(12), "longer than 4096"),
-    "numbers in letters": (b"P3\n9 9 255\n" + b"1 " * (3 << 20), "in letters"),
+    "numbers in letters": (b"P3\n9 9 255\n" + b"1 " * (3 << 20), "text PNM"),
     "runs": (b"BM" + bytes(28) + b"\1\0\0\0" + bytes(5 << 20), "run-length"),
     "a tile that is larger than its picture": (
         tiff({322: 20_000, 323: 20_000, 324: 8, 325: 9}, b"x"),

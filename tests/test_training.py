@@ -376,14 +376,14 @@ def test_files_that_change_while_training_are_noticed(folder: Path) -> None:
 def test_records_of_the_wrong_shape_are_named() -> None:
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor, grain=16) as vlm:
-        for bad, said in ((["one"], "record 0 is no pair"), ([([turn("a")], "")], "no text")):
+        for bad, said in ((["one"], "record 0 is not a pair"), ([([turn("a")], "")], "no text")):
             with pytest.raises(MessagesError, match=said):
                 PackageDataset(vlm, bad)
         with pytest.raises(InputError, match="is no folder"):
             PackageDataset(vlm, [], packages="nowhere at all")
     fickle = TEMPLATE.replace("IMAGE", "x").replace("assistant\n", "assistant\nthink ")
     with ks.wrap(model, processor, grain=16, chat_template=fickle) as vlm:
-        with pytest.raises(MessagesError, match="in another way"):
+        with pytest.raises(MessagesError, match="differently once"):
             PackageDataset(vlm, [([turn("a")], "b")])
     with ks.wrap(model, None, grain=16) as vlm, pytest.raises(InputError, match="processor"):
         PackageDataset(vlm, [([turn("a")], "b")])

@@ -347,7 +347,7 @@ class AnyCut:
         if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():
             return _NOT_KNOWN
         if (ours - stock).norm() > _ALIKE * stock.norm():
-            return "it computes something other than our kernels do in its place"
+            return "it computes something else than our kernels"
         return ""
 
     def _ids(self, tokens: int) -> np.ndarray:

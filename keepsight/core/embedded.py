@@ -50,7 +50,7 @@ def ids_behind(family: Family, embeddings: object) -> torch.Tensor:
     if bool((ids < 0).any()):
         row, token = divmod(int(torch.nonzero(ids < 0)[0, 0]), embeddings.shape[1])
         raise UnsupportedInput(
-            f"row {row}, token {token} of inputs_embeds equals the embedding of no token (a "
+            f"token {token} of row {row} of inputs_embeds equals the embedding of no token (a "
             "soft prompt, or features already inserted); give input_ids, and pictures as "
             "pixels or packages"
         )

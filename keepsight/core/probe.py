@@ -107,8 +107,8 @@ def settle(
     if len(seen) == 1:
         tried = next(iter(seen))
     raise UnsupportedModel(
-        f"model type {kind!r} is not exact: its logits differ from stock Transformers by more "
-        f"than {_near(model):g} of their scale ({tried}); use it with Transformers alone"
+        f"model type {kind!r} could not be shown exact: its logits differ from stock Transformers "
+        f"by more than {_near(model):g} of their scale ({tried}); use it with Transformers alone"
     )
 
 

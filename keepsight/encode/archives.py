@@ -117,7 +117,7 @@ class _Bounded(io.RawIOBase):
             self._file = bz2.BZ2File(self._raw)
         elif head.startswith((b"\xfd7zX", b"\x28\xb5\x2f\xfd")):
             self._raw.close()
-            raise ImageError("it is packed by xz or zstd, which is not read; unpack it first")
+            raise ImageError("xz and zstd are not supported; unpack it first")
         else:
             self._packed = False
 

@@ -188,7 +188,7 @@ def _check_parts(title: str, parts: Tensors, name: str, dtype: torch.dtype, wher
         wanted |= dict.fromkeys((f"{title}.scale", f"{title}.offset"), torch.float32)
     if parts.keys() != wanted.keys():
         odd = ", ".join(sorted(parts.keys() ^ wanted.keys()))
-        raise DamagedFile(f"{where}: packed as {name}, and {odd} is missing or too much")
+        raise DamagedFile(f"{where}: packed as {name}, and {odd} is missing or unexpected")
     shape = parts[title].shape
     for part, tensor in parts.items():
         right = shape if part == title else shape[:-1]

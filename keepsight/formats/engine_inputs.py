@@ -152,12 +152,11 @@ def _kind(
             raise InputError(f"the packages differ in their {field}: they cannot share a request")
     if packages[0].modality != "image":
         raise UnsupportedInput(
-            f"{engine} is handed features of images only; this is a package of "
-            f"{packages[0].modality!r}"
+            f"{engine} takes features of images only; this is a package of {packages[0].modality!r}"
         )
     model_type = packages[0].about.get("model_type")
     if model_type is None:
-        raise InputError(f"the package does not say its model type, so not what {engine} takes")
+        raise InputError(f"the package lacks its model type, so the form for {engine} is unknown")
     if model_type not in takes:
         why = refuses.get(model_type, "it was not tested yet")
         raise UnsupportedInput(

@@ -201,7 +201,7 @@ def _check_pnm(data: bytes) -> None:
     if not _PNM.match(data[:4096]):
         raise _Refused("its header is damaged, or longer than 4096 bytes")
     if data[1:2] in b"123" and len(data) > _SLOWLY_READ:
-        raise _Refused(f"it is a PNM in letters of more than {_SLOWLY_READ} bytes")
+        raise _Refused(f"it is a text PNM of more than {_SLOWLY_READ} bytes")
 
 
 def _check_tiff(data: bytes) -> None:

@@ -256,7 +256,7 @@ def _check_config(manifest: Manifest, folder: Path) -> None:
     found = _object(path).get("model_type")
     if found != manifest.model_type:
         raise DamagedFile(
-            f"{path} is of a {str(found)[:40]}, and the record of a {manifest.model_type}; {_AGAIN}"
+            f"{path} is for {str(found)[:40]}, the record for {manifest.model_type}; {_AGAIN}"
         )
 
 

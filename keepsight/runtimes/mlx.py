@@ -268,7 +268,9 @@ class _Decoder(_Part):
         first = positions[:, -1] - tokens + 1
         itself = bias[:, 0].diagonal(bias.shape[-1] - tokens, 1, 2)  # padding does not see itself
         if ((positions != first[:, None] + torch.arange(tokens)) & (itself == 0)).any():
-            raise UnsupportedInput("position_ids: mlx-vlm counts positions of this model up by one")
+            raise UnsupportedInput(
+                "position_ids: mlx-vlm counts the positions of this model itself"
+            )
         same = int(first[0])
         return same if bool((first == same).all()) else self._mlx.given(first)
 

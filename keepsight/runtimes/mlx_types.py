@@ -38,7 +38,7 @@ class MlxType:
                 value = getattr(value, part, None)
             if value not in allowed:
                 raise UnsupportedInput(
-                    f"{name} is {value!r}, and mlx-vlm computes {allowed[0]!r} whatever it says: "
+                    f"{name} is {value!r}, but mlx-vlm always computes {allowed[0]!r}: "
                     "load the checkpoint without runtime='mlx'"
                 )
 

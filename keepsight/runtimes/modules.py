@@ -341,7 +341,7 @@ def _check_inputs(session: GraphSession, given: set[str], part: str) -> None:
     record says."""
     if unknown := sorted(session.inputs - given):
         raise ModelError(
-            f"the {part}'s graph takes {unknown[0]!r}, which this model has not: it is of another "
+            f"the {part}'s graph takes {unknown[0]!r}, which this model lacks: it is of another "
             "export; copy the whole folder again, or export the model again"
         )
 

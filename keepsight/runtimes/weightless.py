@@ -102,7 +102,7 @@ def refuse_what_takes_weights(model: PreTrainedModel, folder: Path, what: str) -
         return before(mode)
 
     def save_pretrained(*args: object, **options: object) -> NoReturn:
-        raise UnsupportedInput(f"{what} has no weights of PyTorch's to save; copy {folder} instead")
+        raise UnsupportedInput(f"{what} has no PyTorch weights to save; copy {folder} instead")
 
     model.train, model.save_pretrained = train, save_pretrained
 

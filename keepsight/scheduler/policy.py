@@ -92,6 +92,6 @@ def check_bounds(
         ("prefill_piece", piece, 1),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(f"{name}={value!r}; expected a whole number from {least} on")
+            raise InputError(f"{name}={value!r}; expected a whole number of at least {least}")
     if ahead is not None and not (isinstance(ahead, int | float) and ahead >= 0):
         raise InputError(f"ahead={ahead!r}; expected seconds, or None for never")

@@ -166,4 +166,4 @@ def plain_answer(text: str) -> Message | None:
 
 
 def _gone() -> Pixels:
-    raise ImageError("an answered picture is not looked at again ahead of its next turn")
+    raise ImageError("pictures are not opened while prefilling ahead")

@@ -202,7 +202,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
 
 def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
     if body.everyone and not caller.admin:
-        raise ApiError(403, "to forget what all keys have needs an administrator's key")
+        raise ApiError(403, "forgetting entries of all keys needs an administrator's key")
     if body.everyone and body.cache_salt is not None:
         raise ApiError(400, "give either everyone or cache_salt", param="everyone")
     # Without keys and salt this is the default tenant, which has everything unsalted.

@@ -36,7 +36,7 @@ def package_in(data: bytes, place: str, part: parts.PicturePart | None, unused: 
         what = f"{place}: {error}"
         raise ApiError(400, what, param=place, code="invalid_package") from error
     if found.modality != "image":
-        raise refused(place, f"a package of {found.modality!r}; expected one of an image")
+        raise refused(place, f"a package of {found.modality!r}; expected an image package")
     for name in _SIZES:
         if getattr(part, name, None) is not None:
             unused.add(f"{place}.{name}", "features are as they were made")

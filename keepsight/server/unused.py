@@ -74,7 +74,7 @@ class Unused:
 
     def _unknown(self, record: Open, place: str, name: str, value: JsonValue) -> None:
         if isinstance(value, float) and not math.isfinite(value):
-            raise invalid(place, f"{place} is no number that JSON knows")
+            raise invalid(place, f"{place} is not a valid JSON number")
         if (why := record.CONSTRAINING.get(name)) is not None:
             if (name, value) not in _NEUTRAL:
                 raise refused(place, why)

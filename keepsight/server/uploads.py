@@ -132,7 +132,7 @@ def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
     """The contents of the first line; its digest covers tenant and id."""
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no file")
+        raise ValueError("it is not a regular file")
     line = file.readline(_HEAD)
     try:
         header = json.loads(line)
@@ -146,7 +146,7 @@ def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
             int(header["expires_at"]),
         )
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"its first line says too little: {error}") from error
+        raise ValueError(f"its first line lacks a field: {error}") from error
     if _head(upload) != line:
         raise ValueError("its first line does not match its digest")
     if status.st_size != len(line) + upload.nbytes:

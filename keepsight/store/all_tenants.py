@@ -104,7 +104,7 @@ def _meant(name: str, digests: list[str]) -> str:
     if named in digests or len(name) < _LEAST or not found:
         return named
     if len(found) > 1:
-        raise InputError(f"--tenant {name}: the digests of {len(found)} tenants begin so")
+        raise InputError(f"--tenant {name}: the digests of {len(found)} tenants begin with it")
     return found[0]
 
 

@@ -152,7 +152,7 @@ class Catalogue:
         query = "SELECT account FROM account WHERE tenant = ?"
         row = self._base.execute(query, (tenant,)).fetchone()
         if row is not None and not is_tenant(row[0]):
-            raise sqlite3.DatabaseError("a row names what can be no account")
+            raise sqlite3.DatabaseError("a row names an impossible account")
         return tenant if row is None else str(row[0])
 
     def set_accounts(self, accounts: dict[str, str]) -> None:
@@ -202,7 +202,7 @@ class Catalogue:
         """The state of a row, or None if there is none."""
         row = self._base.execute(f"SELECT state FROM entry WHERE {_HERE}", place).fetchone()
         if row is not None and row[0] not in (THERE, WRITING, GOING):
-            raise sqlite3.DatabaseError("a row has a state that is none")
+            raise sqlite3.DatabaseError("a row has an unknown state")
         return None if row is None else int(row[0])
 
     def is_sound(self) -> bool:
@@ -370,7 +370,7 @@ def _place(row: sqlite3.Row) -> EntryName:
     """The place that a row names. SQLite has no checksums; a flipped bit is only detected here."""
     place = EntryName(row["tenant"], row["kind"], row["key"])
     if not (is_name(place.kind, place.key) and is_tenant(place.tenant)):
-        raise sqlite3.DatabaseError("a row names what can be no entry")
+        raise sqlite3.DatabaseError("a row names an impossible entry")
     return place
 
 

@@ -80,7 +80,7 @@ def checked(kind: str, key: str) -> None:
     if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"a store has no kind {kind!r}; expected one of {', '.join(KINDS)}")
     if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise InputError(f"{key!r} is not a key; expected a digest, 64 hexadecimal characters")
+        raise InputError(f"{key!r} is no key; expected a digest, 64 hexadecimal characters")
 
 
 def is_name(kind: object, key: object) -> bool:

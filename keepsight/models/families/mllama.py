@@ -104,7 +104,7 @@ class Mllama(Family):
             return
         mine = given[number, -len(row) :, : len(grids)].cpu()
         if not torch.equal(mine.long(), self._mask(row, grids, 0, len(row))[0]):
-            raise UnsupportedInput(f"{_MASK} differs from where the images stand")
+            raise UnsupportedInput(f"{_MASK} does not match the places of the images")
 
     def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
         names = media[0].tensors if media else {}
