@@ -17,8 +17,7 @@ from keepsight.system import html
 
 @dataclass(frozen=True)
 class Segment:
-    """One stretch of a prompt, reused or computed as a whole. Tokens `start` to `end`, end
-    excluded."""
+    """One stretch of a prompt, reused or computed. Tokens `start` to `end`, end excluded."""
 
     kind: str  # "text" or the modality of a medium
     start: int
@@ -42,8 +41,7 @@ class Segment:
 
     @property
     def why(self) -> str:
-        """The reason for people; with the tier, if the reason does not name it and it is not
-        memory."""
+        """The reason for people; with the tier, if it is neither named nor memory."""
         said = self.tier in (None, "memory", self.reason)
         return self.reason if said else f"{self.reason}, from {self.tier}"
 

@@ -231,8 +231,7 @@ class VLM(DisplayedModel, AsyncAnswers):
             return foresee(self.runtime, messages, call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
-        """Compare cold with warm on your own model and pictures, and with stock Transformers if
-        asked."""
+        """Compare cold with warm on your own model and pictures, and with stock if asked."""
         self.runtime.require_answers()
         with self.runtime.lock:
             return verify(self.runtime, messages, stock, self.tenant)
@@ -281,8 +280,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def generate(
         self, inputs: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor | Generated:
-        """Tensors in, tensors out, as `model.generate`: takes a processor's outputs and its
-        options."""
+        """Tensors in and out, as `model.generate`: a processor's outputs and its options."""
         self.runtime.require_answers()
         whose = self._whose(options.pop("tenant", None))
         return generate(self.runtime, inputs, options, whose)

@@ -76,8 +76,7 @@ def _cold_case(bench: Bench, name: str, paths: list[str], scale: Scale, repetiti
 
 
 def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
-    """The cost of a new picture, stage by stage, and of `encode` as a whole relative to the tower
-    alone."""
+    """Cost of a new picture, stage by stage, and of `encode` relative to the tower alone."""
     data = Path(path).read_bytes()
     memory = vlm.runtime
     image, processor = decode_bytes(data, path), memory.needed_processor()
@@ -104,8 +103,7 @@ def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
 
 
 def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> Record:
-    """The third turn of a chat about one image, from the disk, with different questions each
-    time."""
+    """Third turn of a chat about one image, from the disk, with different questions each time."""
     picture = pictures.path(960, *scale.picture)
     history = []
     for turn in range(2):

@@ -121,7 +121,6 @@ def _several(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def _folder() -> Path:
-    """`bench/checkpoints` in a clone of the project (git ignores it), otherwise a temporary
-    folder."""
+    """`bench/checkpoints` in a clone of the project (git ignores it), else a temporary folder."""
     clone = Path("bench")
     return clone / "checkpoints" if clone.is_dir() else Path(gettempdir()) / "keepsight-bench"

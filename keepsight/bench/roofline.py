@@ -78,8 +78,7 @@ def _decode(bench: Bench, scale: Scale) -> dict[str, float]:
 
 
 def _bytes_of_a_step(vlm: VLM) -> int:
-    """Bytes of all weights of the language model and its head; of an embedding table one row is
-    read."""
+    """Bytes of the language model's weights and its head; one row of an embedding table."""
     modules = list(vlm.runtime.family.text_modules())  # includes the head
     table = vlm.model.get_input_embeddings().weight
     head = vlm.model.get_output_embeddings().weight

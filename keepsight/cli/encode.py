@@ -217,8 +217,7 @@ def _say_left_out(places: list[str], err: Console, each: bool) -> None:
 def _results(
     stack: ExitStack, asked: Asked, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> Generator[Encoded]:
-    """Yield the results. The model is loaded first: its line and the progress bar would share a
-    row."""
+    """Yield the results. The model loads first: its line and the bar would share a row."""
     from keepsight import encode as room
 
     if asked.ray:

@@ -41,8 +41,7 @@ def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
 
 
 def about_entry(store: Store, entry: Entry, files: Files) -> Record:
-    """The model and tokens of a package, from its record alone, and the source files of any
-    entry."""
+    """Model and tokens of a package, from its record alone, and the source files of any entry."""
     names = dict.fromkeys(n for key in entry.media for n in files.get((entry.tenant, key), ()))
     about: Record = {"files": list(names)} if names else {}
     path = _path(store, entry) if entry.kind == "package" else None

@@ -112,8 +112,7 @@ def duration(seconds: float) -> str:
 def shown(
     results: Iterable[Encoded], tally: EncodeCounts, console: Console, as_json: bool = False
 ) -> Iterator[Encoded]:
-    """Pass on results and count them: with a bar on a terminal, otherwise a line from time to
-    time."""
+    """Pass on and count results: a bar on a terminal, otherwise a line now and then."""
     tally.started = time.perf_counter()
     if console.is_terminal and not as_json:
         yield from _with_bar(results, tally, console)

@@ -50,8 +50,7 @@ pre { overflow-x: auto; font-size: .8125rem; }
 
 
 def check_page(path: Path) -> None:
-    """Before the tour, refuse a page that cannot be written, or an existing file that is no such
-    page."""
+    """Before the tour, refuse a page that cannot be written, or an existing foreign file."""
     path = path.expanduser()
     if path.is_dir() or not path.parent.is_dir():
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"

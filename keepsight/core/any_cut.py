@@ -327,8 +327,7 @@ class AnyCut:
         return _CUTS_ON_A_GRID if self._on_a_grid else CUTS
 
     def _mixers_fail(self, kernels: Kernels) -> str:
-        """What is wrong with the layers of fixed-size state used in the last pass; empty if nothing
-        is."""
+        """What is wrong with fixed-size layers of the last pass; empty if nothing is."""
         count, met = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
         if len(met) != count:
             return "it has linear layers computed by their own functions"
@@ -340,8 +339,7 @@ class AnyCut:
         return "" if mixers.are_upstreams(self._model, MixerLayer) else _NOT_KNOWN
 
     def _unlike_stock(self, ours: torch.Tensor, ids: np.ndarray) -> str:
-        """How the logits of the model's own code differ from ours by more than rounding; empty if
-        not."""
+        """How the model's own logits differ from ours by more than rounding; empty if not."""
         stock = self._states(None, ids, ())[-1].float()
         near = _NEAR.get(self._model.dtype, 0.0)
         if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():

@@ -27,8 +27,7 @@ _NEVER = "(?!)"  # a pattern that nothing matches
 
 
 class Code:
-    """A code: one rare character for each of some characters. No character of the code is in
-    `taken`."""
+    """A code: one rare character for each of some characters; all outside of `taken`."""
 
     def __init__(self, characters: Collection[str], taken: Collection[str] = ()) -> None:
         free = (new for block in _RARE for new in map(chr, block) if new not in taken)
@@ -122,8 +121,7 @@ class ControlTokens:
     def _joined(
         self, tokenizer: PreTrainedTokenizerBase, pieces: list[str], literal: int
     ) -> Iterator[int]:
-        """The ids of a text given in pieces. Every second piece, starting with `literal`, is plain
-        text."""
+        """Ids of a text in pieces. Every second one, starting with `literal`, is plain text."""
 
         def encode(texts: list[str]) -> list[list[int]]:
             found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]

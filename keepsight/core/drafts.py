@@ -115,15 +115,13 @@ class Costs:
         self._truth: dict[int, float] = {}  # share of right guesses, by number of matching tokens
 
     def passed(self, tokens: int, seconds: float) -> None:
-        """Record the time of a pass. First passes are slow for other reasons, so the minimum counts
-        most."""
+        """Record the time of a pass. First passes are slow, so the minimum counts most."""
         before = self._times.get(tokens, seconds)
         share = 0.5 if seconds < before else 0.1
         self._times[tokens] = before + share * (seconds - before)
 
     def guessed(self, agreeing: int, right: int, asked: int) -> None:
-        """Record how many guesses were checked, and how many were right before the first wrong
-        one."""
+        """Record how many guesses were checked, and were right before the first wrong one."""
         kind = _kind(agreeing)
         tried = min(right + 1, asked)
         share = 1 - 0.8**tried

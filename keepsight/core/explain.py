@@ -25,8 +25,7 @@ class Findings:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were remembered when the turn began, or became so before they were
-        needed."""
+        """Prompt tokens remembered when the turn began or before they were needed."""
         return self.match.length + sum(match.length - start for start, match in self.taken_over)
 
 
@@ -41,8 +40,7 @@ class Origin:
 def explain(
     prompt: Prompt, rule: Rule, found: Findings, origin: Callable[[int], Origin]
 ) -> list[Segment]:
-    """Split a prompt into stretches that were reused or computed; `origin` is called per computed
-    medium."""
+    """Split a prompt into reused and computed stretches; `origin` is asked per computed medium."""
     reasons = _reasons(prompt, rule, found)
     reused = [(0, found.match), *found.taken_over]
     edges = {0, len(prompt), *(start for start, _ in reasons)}

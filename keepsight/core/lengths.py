@@ -31,8 +31,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def characters(value: object) -> int:
-    """The characters of all texts in messages, tools or settings; field names count where they are
-    long."""
+    """Characters of all texts in messages, tools or settings, with long field names."""
     count = 0
     waiting: list[object] = [value]
     while waiting:

@@ -172,8 +172,7 @@ def _asking(what: str) -> Iterator[None]:
 
 
 def _in_prompt(processor: Processor) -> str:
-    """The text for a picture in a prompt: the image token, framed as the chat template frames
-    it."""
+    """Text for a picture in a prompt: the image token, framed as the chat template frames it."""
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or not token:
         raise _CannotAsk(
@@ -342,8 +341,7 @@ def _difference(
 def _check_messages(
     model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
 ) -> None:
-    """Messages must give the ids that the processor gives, and equal logits. Tensors need no
-    template."""
+    """Messages must give the processor's ids, and equal logits. Tensors need no template."""
     if not getattr(processor, "chat_template", None):
         return
     images = [_noise(1, (96, 96)), _noise(2, (160, 96)), _noise(4, (60, 150))]

@@ -176,8 +176,7 @@ class _Seen:
 def _mask(
     layer: LaneLayer, length: int, count: int, begin: int, end: int, of: _Seen
 ) -> torch.Tensor:
-    """Which keys of the blocks each new token sees, one row per query of a group. Padding rows see
-    all."""
+    """Which keys each new token sees, one row per query of a group. Padding rows see all."""
     group, dtype = of.group, of.dtype
     rows = of.filling.fill(group * count)
     values = torch.zeros(1, 1, rows, end - begin, dtype=dtype)

@@ -307,8 +307,7 @@ class Runtime:
         self._read_at = self.weights.state
 
     def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
-        """How far another namespace of the tenant knows a prompt, and why that cannot be used
-        here."""
+        """How far another namespace of the tenant knows a prompt, and why it is unusable."""
         until, other = self.tree.elsewhere(namespace, prompt, prompt.boundaries_from(self.rule, 0))
         made = self.made_under.get(other)
         if not until or made is None:

@@ -71,8 +71,7 @@ class Sampler:
     finish_reason: str = "length"
 
     def pick(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Choose the next token as Transformers' `_sample` does; return it and the ids including
-        it."""
+        """Choose the next token as Transformers' `_sample`; return it and the ids with it."""
         raw = logits.to(torch.float32, copy=True)
         scores = self.processors(ids, raw)
         if self.config.output_logits:

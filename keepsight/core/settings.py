@@ -100,8 +100,7 @@ def default_grain(model: PreTrainedModel) -> int:
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:
-    """Refuse rope whose frequencies depend on the total length: a longer prompt would change the
-    past."""
+    """Refuse rope with frequencies by total length: a longer prompt would change the past."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     layers = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in [rope, *layers]:
@@ -121,8 +120,7 @@ def _stretched_once(model: PreTrainedModel) -> bool:
 
 
 def image_options(processor: Processor | None, given: Options) -> Record:
-    """The options of the image processor: those the composite processor passes, and the
-    caller's."""
+    """Options of the image processor: those the composite processor passes, and the caller's."""
     if processor is None:
         return given
     image_processor = processor.image_processor

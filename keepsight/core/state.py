@@ -57,8 +57,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        """Read the layers from the cache that Transformers itself would build; refuse unknown
-        ones."""
+        """Read the layers from the cache Transformers would build; refuse unknown ones."""
         layers = DynamicCache(config=model.config).layers
         unknown = sorted({type(x).__name__ for x in layers if type(x) not in _KINDS})
         if unknown or not layers:
@@ -95,8 +94,7 @@ class Shape:
 
 
 def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
-    """Refuse a config that disagrees with the decoder's layers, because the cache follows the
-    config."""
+    """Refuse a config that disagrees with the decoder: the cache follows the config."""
     have = getattr(model.get_decoder(), "layers", None)
     if have is None:
         return

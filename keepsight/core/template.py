@@ -163,8 +163,7 @@ class ChatTemplate:
         return own is not None and {m.span() for m in self.tokens.find.finditer(text)} <= own
 
     def _by_copy(self, call: _Call, text: str, copy: _Copy) -> Spans | None:
-        """The places of the template's own tokens in a text; None if the copy renders another
-        text."""
+        """Places of the template's own tokens in a text; None if the copy renders another text."""
         marked = call.in_code(copy.templates).tried(copy.source)
         if marked is None or copy.templates.read(marked) != text:
             return None
@@ -251,8 +250,7 @@ class _Call:
         return _Call(self.tokenizer, messages, self.generate, options)
 
     def each(self, change: Callable[[str], str], but_of: Collection[str] = ()) -> _Call:
-        """The messages with every string of the caller changed, except in messages of some
-        roles."""
+        """Messages with every string of the caller changed, except in messages of some roles."""
 
         def changed(value: object) -> Any:
             if isinstance(value, dict):

@@ -90,8 +90,7 @@ def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str, plac
 
 
 def _check_end(archive: tarfile.TarFile, file: _Bounded) -> None:
-    """Check the end: an archive ends with a block of zeros, but `tarfile` also accepts a torn
-    header."""
+    """An archive must end with zeros; `tarfile` also accepts a torn header."""
     file.seek(archive.offset)
     found = file.read(_BLOCK)
     if found != bytes(_BLOCK):

@@ -60,8 +60,7 @@ class EncodeTarget(Protocol):
         """The final result of an image, after `flush`: whether its package really exists."""
 
     def look_back(self, most: int | None) -> None:
-        """Raise an error if packages confirmed earlier are gone again; checks the first `most`, or
-        all."""
+        """Raise if packages confirmed earlier are gone; checks the first `most`, or all."""
 
 
 class Once:

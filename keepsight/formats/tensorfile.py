@@ -168,8 +168,7 @@ def read_record(path: Path) -> Record:
 
 
 def parse_record(data: bytes, size: int, where: str) -> Record | int:
-    """The record alone from the first bytes of a file of that size, or the number of bytes it
-    needs."""
+    """The record alone from a file's first bytes, or the number of bytes it needs."""
     if len(data) < size:
         needed = 8 + int.from_bytes(data[:8], "little") if len(data) >= 8 else 8
         if len(data) < needed <= min(size, 8 + MAX_HEADER):
@@ -281,8 +280,7 @@ def _places(
 
 
 def _integers(values: object) -> list[int]:
-    """Accept few integers below 2^63, so that multiplying them is cheap; a bool is no integer
-    here."""
+    """Accept few integers below 2^63, cheap to multiply; a bool is no integer here."""
     if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
         raise TypeError("expected a short list")
     if any(type(n) is not int or n >> 63 for n in values):

@@ -47,8 +47,7 @@ class NotLoaded:
 
 
 def partial_processor(path: str, options: Record) -> Processor:
-    """The processor of a checkpoint, with placeholders for parts that only videos and sound
-    need."""
+    """Processor of a checkpoint, with placeholders for parts that only videos and sound need."""
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
     config = _processor_config(path, options)
@@ -131,8 +130,7 @@ def _processor_config(path: str, options: Record) -> Record:
 
 
 def _video_config(path: str, config: Record, options: Record) -> Record | None:
-    """The checkpoint's settings of its video processor, in the order in which Transformers
-    searches."""
+    """The checkpoint's video processor settings, in Transformers' search order."""
     found: Record | None = config.get("video_processor")
     for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
         found = _read(path, file, options) if found is None else found

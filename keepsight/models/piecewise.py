@@ -241,8 +241,7 @@ class _Asking(TorchFunctionMode):
 
 
 def in_pieces(forward: Forward, call: RowCall, looks: bool, piece: int) -> object:
-    """The result of `forward` for the whole call; `looks` says whether rows attend to each
-    other."""
+    """Result of `forward` for the whole call; `looks` says whether rows attend to each other."""
     rows = JoinedRows(call)
     for start, stop in _spans(call, looks, piece):
         part = call.part(start, stop)

@@ -40,8 +40,7 @@ _here = threading.local()
 
 @dataclass
 class TowerParts:
-    """The classes of tower modules that ran a large picture in pieces, and those that ran it
-    whole."""
+    """Classes of tower modules that ran a large picture in pieces, and those that ran it whole."""
 
     cut: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
@@ -107,8 +106,7 @@ def _found_here() -> dict[object, bool | None] | None:
 
 @contextlib.contextmanager
 def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[TowerParts]:
-    """Encode this picture in this thread, in pieces if it is large; yields the modules and how they
-    ran."""
+    """Encode this picture here, in pieces if it is large; yields how its modules ran."""
     modules = _modules(family, pixels)
     before, parts = (_found_here(), vars(_here).get("parts")), TowerParts()
     put: list[PieceForward] = []

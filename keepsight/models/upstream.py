@@ -266,8 +266,7 @@ _EXPERTS = PrivateApi(
 
 
 def ask_first(ours: Callable[[], bool]) -> None:
-    """Make Transformers' attention first ask us whether to leave grouped keys and values in
-    place."""
+    """Make Transformers' attention ask us whether to leave grouped keys and values in place."""
     theirs = _GROUPED.found()
     if theirs is None:
         return
@@ -339,8 +338,7 @@ _found_scan = _SCAN.found()  # looked up now, because lookup fails while a graph
 
 
 def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Add deepstack features to all tokens with `add(hidden, features)`, as an exported graph gets
-    them."""
+    """Add deepstack features with `add(hidden, features)` to all tokens, as graphs need."""
 
     def process(
         hidden: Tensor, at: object, features: Tensor, *more: object, **options: object

@@ -105,8 +105,7 @@ class TowerFiles:
 
 
 def _config_of(path: str, revision: str | None) -> PreTrainedConfig:
-    """The checkpoint's configuration; a class that several model types share reads it as its own
-    type."""
+    """The checkpoint's configuration; shared classes read it as their own type."""
     options = {} if revision is None else {"revision": revision}
     config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, **options)
     return config
@@ -182,8 +181,7 @@ class _Named(Record):
 
 
 def _watch(model: PreTrainedModel, found: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """Have the tower's weights hashed as they arrive, and read nothing else; returns the expected
-    names."""
+    """Hash the tower's weights as they arrive, read nothing else; return their names."""
     parts = tower_parts(_proven_family(model))
     inside = {id(module) for part in parts.values() for module in part.modules()}
     for path, module in model.named_modules():

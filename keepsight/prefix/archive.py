@@ -82,8 +82,7 @@ def rows_in(store: Store, node: Node, found: StoredEntry | None) -> Tensors | No
 
 
 def below(store: Store, node: Node) -> Below:
-    """The store's entries above a node, and above those in turn, by digest of what they depend
-    on."""
+    """Store's entries above a node, and above those in turn, by digest of what they depend on."""
     if not isinstance(store, Listing):
         return {}
     if node.parent is not None:

@@ -92,8 +92,7 @@ class Trails:
 
 
 def _standing(trail: Trail, shared: int, stands: Callable[[Node], bool]) -> int:
-    """The number of nodes of a trail that another prompt passes too, given the tokens they
-    share."""
+    """Number of nodes of a trail that another prompt passes too, given the tokens they share."""
     parent = trail.root
     for count, (node, version) in enumerate(zip(trail.nodes, trail.versions, strict=True)):
         # Where the prompts diverge, this node may no longer be the closest.

@@ -126,8 +126,7 @@ def unfinished(folder: Path) -> Iterator[None]:
 
 
 def read(folder: Path, contents: bool = True) -> Manifest:
-    """The record of an export, after checking every file it names; `contents` reads them in
-    full."""
+    """Record of an export, after checking every file it names; `contents` reads them in full."""
     path = folder / NAME
     if not path.is_file():
         raise NotKeepsightFile(

@@ -66,8 +66,7 @@ class Mlx:
 
 @contextmanager
 def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
-    """The folder with rope and tower settings where mlx-vlm expects them: Transformers 5 renamed
-    these."""
+    """The folder with rope and tower settings renamed to what mlx-vlm expects."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text, vision = config.get("text_config", config), config.get("vision_config", {})
     rope = text.get("rope_parameters")
@@ -101,8 +100,7 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Rename weights that Transformers named since version 5 to the names and order that mlx-vlm
-    expects."""
+    """Rename weights from Transformers 5 to the names and order that mlx-vlm expects."""
     utils = vars(_imported("mlx_vlm.utils"))
     before = utils["sanitize_weights"]
 

@@ -185,8 +185,7 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
 
 
 async def _only_known(request: Request) -> None:  # a thread costs more than this
-    """Refuse unknown query parameters; on routes for answers, which many dialects use, only report
-    them."""
+    """Refuse unknown query parameters; only report them on routes for answers."""
     path = request.url.path
     if not path.startswith("/v1/"):
         return

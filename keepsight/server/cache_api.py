@@ -319,8 +319,7 @@ def _held(service: Service, tenant: str) -> list[Record]:
 
 
 def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
-    """The pictures that only the store has. Its catalogue lacks tokens and kinds, and no file is
-    opened."""
+    """Pictures that only the store has: without tokens and kinds, and unopened."""
     store = service.vlm.runtime.store_of(tenant)
     if store is None:
         return []

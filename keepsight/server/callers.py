@@ -42,8 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 def network_of(host: str) -> str:
-    """The network that one client may control: an IPv4 address itself, the /64 of an IPv6
-    address."""
+    """Network that one client may control: an IPv4 address itself, the /64 of an IPv6 address."""
     address = _address(host)
     if not isinstance(address, ipaddress.IPv6Address):
         return host

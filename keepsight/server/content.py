@@ -213,8 +213,7 @@ class MessageReader:
         return {"type": "video", "video": data}
 
     def _shown(self, part: parts.PicturePart | None, detail: str | None, place: str) -> SentImage:
-        """The size of a picture for the model: the part's own minimum, and the smallest of all
-        maximums."""
+        """The size of a picture: the part's own minimum, and the smallest of all maximums."""
         least, most = part.limits() if part is not None else (None, None)
         caps = [self.limits[1], most, LOW if detail == "low" else None]
         most = min((cap for cap in caps if cap is not None), default=None)

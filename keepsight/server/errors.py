@@ -145,8 +145,7 @@ def hint_for(place: str, known: Iterable[str]) -> str:
 
 
 def from_validation(errors: Sequence[Record], body: object = None) -> ApiError:
-    """The first validation error of a request, in OpenAI's words. `body` is the type of the
-    body."""
+    """First validation error of a request, in OpenAI's words. `body` is the type of the body."""
     error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
     kind, location = str(error.get("type", "")), tuple(error.get("loc", ()))
     if location and location[0] in _SOURCES:

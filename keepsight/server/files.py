@@ -110,8 +110,7 @@ class InMemory:
 
 
 def owner_of(tenant: str) -> str:
-    """The digest that files use for their tenant, so that no person's name becomes a folder
-    name."""
+    """Digest that files use for their tenant, so that no person's name becomes a folder name."""
     return digests.digest("owner of uploads", tenant)
 
 

@@ -73,7 +73,7 @@ class Echo(Open):
     status: JsonValue = None
 
     def echoes(self) -> bool:
-        """Clients send it back with additions."""
+        """Always: clients send it back with additions."""
         return True
 
 

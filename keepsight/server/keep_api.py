@@ -38,8 +38,7 @@ def routes(service: Service) -> APIRouter:
         responses=_FILE,
     )
     async def save(body: Rendering, request: Request) -> FileResponse:
-        """A conversation with its features and states as one `.keep` file; what is missing is
-        computed."""
+        """A conversation with features and states as a `.keep` file, computed if missing."""
         for name in _TEMPLATE:
             if getattr(body, name):
                 raise refused(name, "a .keep file holds only messages and pictures")

@@ -38,7 +38,7 @@ class TextPart(Open):
     cache_control: JsonValue = None
 
     def echoes(self) -> bool:
-        """Clients send text of an earlier answer back with additions."""
+        """Whether this is text of an earlier answer, which clients send back with additions."""
         return self.type == "output_text"
 
 

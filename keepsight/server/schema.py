@@ -54,7 +54,7 @@ class HostedTool(Open):
     type: Name
 
     def echoes(self) -> bool:
-        """Reported as a whole."""
+        """Always: it is reported as a whole, not by its fields."""
         return True
 
     def name_unused(self, place: str, unused: Unused) -> None:
@@ -166,7 +166,7 @@ class ChatMessage(Open):
     _content_place: str | None = PrivateAttr(default=None)
 
     def echoes(self) -> bool:
-        """Clients send an answer back with additions."""
+        """Whether this is an answer, which clients send back with additions."""
         return self.role == "assistant"
 
     def thought(self) -> str | None:

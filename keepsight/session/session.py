@@ -128,8 +128,7 @@ class Session:
         return other
 
     def answer(self, asked: list[Message], options: Options) -> Iterator[Piece]:
-        """Answer a history that ends with a question; question and answer become this session's
-        history."""
+        """Answer a history that ends with a question; both become this session's history."""
         text = ""
         for piece in self._pieces(asked, options):
             text += piece.text

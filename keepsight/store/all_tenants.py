@@ -61,8 +61,7 @@ class AllTenants:
         return whole | counts | {"kinds": kinds, "ever": ever, "tenants": tenants}
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries of all tenants until the rest fits; return the bytes
-        freed."""
+        """Remove the least useful of all entries until the rest fits; return the bytes freed."""
         if isinstance(self.store, DiskStore) and self._is_whole:
             return self.store.gc_all(budget)
         if not self._is_whole:
@@ -97,8 +96,7 @@ class AllTenants:
 
 
 def _meant(name: str, digests: list[str]) -> str:
-    """The tenant with this name; if nothing is stored under it, the one whose digest begins with
-    it."""
+    """Tenant with this name; if nothing is stored under it, the one whose digest begins with it."""
     named = tenant_digest(name)
     found = [digest for digest in digests if digest and digest.startswith(name)]
     if named in digests or len(name) < _LEAST or not found:

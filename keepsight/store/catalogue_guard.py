@@ -242,8 +242,7 @@ class CatalogueGuard:
         return self._catalogue
 
     def _is_store(self) -> bool:
-        """Whether the folder is a store: reading must not create one; writing puts a marker there
-        first."""
+        """Whether the folder is a store. Reading must not make one; writing adds a marker."""
         marks = (layout.MARKER, NAME)
         return any(self.folder.status(name) for name in marks) or self._has_entries()
 

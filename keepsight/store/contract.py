@@ -143,8 +143,7 @@ class Store(Protocol):
         """Remove every entry of this tenant, or of all tenants; return the bytes freed."""
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries of this tenant until the rest fits; return the bytes
-        freed."""
+        """Remove this tenant's least useful entries until the rest fits; return bytes freed."""
 
     def check(self, repair: bool = False) -> list[str]:
         """Read everything in full; return one line per problem. `repair` fixes all of them."""
@@ -155,9 +154,9 @@ class Listing(Protocol):
     """A store that can list the dependents of an entry. Others are asked by key only."""
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The most recently used direct dependents, of its own kind, of an entry or of nothing
-        (None), each with its record, and possibly their dependents in turn. By key of the base: for
-        a key in the result, all dependents are included."""
+        """The `count` most recently used direct dependents of an entry, of its own kind; for None,
+        entries without a base. The result is by key of the base, may include further levels, and is
+        complete for each of its keys. Each dependent comes with its record."""
 
 
 @runtime_checkable

@@ -171,7 +171,7 @@ class DiskStore:
         return found[0]
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The dependents of an entry or of nothing, of its kind; level by level, as records."""
+        """Dependents of an entry, of its kind, level by level; for None, entries without a base."""
 
         wanted, none = (self._tenant, kind, base, count), descent.Listed()
 

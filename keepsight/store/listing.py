@@ -216,7 +216,7 @@ class Survey:
     # -- dependents --------------------------------------------------------------------------------
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The last written direct dependents of an entry, or of nothing: at most `count`."""
+        """The `count` newest direct dependents of an entry; for None, entries without a base."""
         there = self._link.listed([layout.signposts(kind, base, self._tenant)])
         signed = ((one.written, layout.signed(one.name, base)) for one in there)
         keys = [key for _, key in sorted((at, key) for at, key in signed if key)[-count:]]

@@ -127,7 +127,7 @@ class RemoteStore:
         return self._reader.asked(name, lambda: self._upkeep().entry((kind, key), known))
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The dependents, of its own kind, of an entry or of nothing."""
+        """The dependents of an entry, of its own kind; for None, entries without a base."""
         return self._reader.asked("", lambda: self._upkeep().below(kind, base, count)) or {}
 
     def tier(self, kind: str, key: str) -> str | None:

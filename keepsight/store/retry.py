@@ -34,8 +34,7 @@ def opened(path: Path) -> Catalogue:
 
 
 def opened_to_read(path: Path) -> Catalogue | None:
-    """Open the catalogue of an unwritable folder; None if it cannot be read or does not know all
-    files."""
+    """Open the catalogue of an unwritable folder; None if unreadable or incomplete."""
     for mode in ("mode=ro", "immutable=1"):
         if mode == "immutable=1" and not _is_still(path):
             continue

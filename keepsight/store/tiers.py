@@ -198,7 +198,7 @@ class TieredStore:
         return near | {key: found for key, found in far.items() if found is not None}
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The dependents of an entry, or of nothing, in the nearest store that knows any."""
+        """The dependents of an entry, or entries without a base, in the nearest store with any."""
         able = (store for store in self.tiers if isinstance(store, Listing))
         found = (store.below(kind, base, count) for store in able)
         return next((below for below in found if any(below.values())), {})

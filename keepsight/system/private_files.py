@@ -73,8 +73,7 @@ def make_folders(path: Path) -> None:
 
 
 def mode_at(path: Path) -> int:
-    """The mode of a file written to a path: that of the existing file, otherwise that of a new
-    one."""
+    """Mode of a file written to a path: that of the existing file, otherwise that of a new one."""
     with contextlib.suppress(OSError):
         status = path.stat()
         if stat.S_ISREG(status.st_mode):

@@ -45,8 +45,7 @@ class Filling:
 
 
 def heads_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
-    """The parameters of attention that decide its kernel; with `plain` keys and values have one
-    width."""
+    """What decides the kernel; with `plain` keys and values have one width."""
     width = max(query.shape[-1], value.shape[-1])
     return query.shape[1], key.shape[1], width, query.dtype
 

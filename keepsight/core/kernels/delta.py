@@ -37,8 +37,7 @@ class DeltaHeads:
 
 @dataclass(frozen=True, eq=False)
 class GridState:
-    """The state of a sequence at a token: the state at the last chunk start, and the rows after
-    it."""
+    """State of a sequence at a token: the state at the last chunk start, and the rows after it."""
 
     state: torch.Tensor  # value heads x key width x value width
     rows: torch.Tensor
@@ -98,8 +97,7 @@ class OpenSequence:
     def advance(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
     ) -> tuple[torch.Tensor, dict[int, GridState]]:
-        """Add tokens. Return what each token reads, and the state after each number of tokens in
-        `ends`."""
+        """Add tokens; return what each reads, and the states after the counts in `ends`."""
         before, after = self.count, self.count + len(rows)
         wanted = sorted(ends)
         if self._made and after <= GRID and before // BLOCK == (after - 1) // BLOCK and not wanted:

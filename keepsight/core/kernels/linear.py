@@ -282,8 +282,7 @@ def has_bfloat16() -> bool:
 
 
 def rows_of(shape: Shape) -> Rows | None:
-    """The numbers of rows that give equal bits for a shape of linear layer here; None if there are
-    none."""
+    """Numbers of rows that give equal bits for a shape of linear layer here, or None."""
     out, width, dtype, biased, kernel = shape
     generator = torch.Generator().manual_seed(out * 31 + width)
     weight, inputs = _telling(out, width, dtype, generator)

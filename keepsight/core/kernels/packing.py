@@ -112,8 +112,7 @@ class Packing:
 
 
 def groups_in(module: torch.nn.Module) -> Iterator[Group]:
-    """The linear layers in a module. Layers that read one input, judged by their names, are one
-    group."""
+    """The linear layers in a module; those that read one input, by name, are one group."""
     if type(module) is torch.nn.Linear:
         yield (module,)
     for parent in module.modules():

@@ -169,8 +169,7 @@ class WholeTower(GraphPart):
 
 
 def tower_of(family: Family, processor: Processor, blocks: bool = True) -> PackedTower | WholeTower:
-    """The graph part for a family's tower; `blocks` if its graph must limit the memory of
-    attention."""
+    """Graph part for a family's tower; `blocks` if its graph must limit the memory of attention."""
     if family.mrope:
         return PackedTower(family, blocks)
     size: object = processor.image_processor.size

@@ -152,8 +152,7 @@ class Family:
     # -- images in -------------------------------------------------------------------------------
 
     def placed(self, layout: Layout, number: int) -> Layout:
-        """The prompt text of an image that is number `number` of its conversation, counted from
-        0."""
+        """Prompt text of an image that is number `number` of its conversation, counted from 0."""
         return layout
 
     def preprocess_other(
@@ -305,8 +304,7 @@ class Family:
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     def _grid_tokens(self, grid: Grid) -> int | None:
-        """The number of tokens of one image with this grid, or None if it is no grid of one
-        image."""
+        """Number of tokens of one image with this grid, or None if it is no grid of one image."""
         merge = self.merge_size()
         match grid.get("image_grid_thw"):
             case [[int(t), int(h), int(w)]] if min(t, h, w) > 0 and not (h % merge or w % merge):
@@ -358,8 +356,7 @@ class Family:
         return {}
 
     def step_inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
-        """Further inputs of a decode step: one new text token per row, `length` tokens including
-        it."""
+        """Further inputs of a decode step: one text token per row, `length` tokens with it."""
         return {}
 
     def prompt_inputs(

@@ -111,8 +111,7 @@ class Marked(Family):
     # -- the tower -------------------------------------------------------------------------------
 
     def encode(self, pixels: Pixels) -> tuple[Tensors, str]:
-        """The features of all tiles of one image, joined: the model takes one list entry per
-        image."""
+        """Features of all tiles of one image, joined: the model takes one list entry per image."""
         device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
         output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
@@ -158,8 +157,7 @@ class Idefics3(Marked):
         }, [each] * sum(used)
 
     def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
-        """Between two images are a token that closes one and another of its kind that opens the
-        next."""
+        """Between two images, one token closes and another of its kind opens."""
         mark = ids[spans[-1][1] : spans[-1][1] + 1]
         gap = ids[spans[number - 1][1] : spans[number][0]]
         inside = len(gap) > 1 and len(mark) and (gap[0] != mark[0] or mark[0] not in gap[1:])

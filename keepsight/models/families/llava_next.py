@@ -74,8 +74,7 @@ class LlavaNext(Family):
         return upstream.tiles_of(size, config.image_grid_pinpoints, side)
 
     def _tokens(self, tiles: int, size: torch.Tensor) -> int:
-        """The number of tokens left of the tiles, counted by the model itself on features of width
-        one."""
+        """Tokens left of the tiles, counted by the model on features of width one."""
         config = self.model.config
         side = config.vision_config.image_size // config.vision_config.patch_size
         own = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}

@@ -141,8 +141,7 @@ def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Prepared:
 def _padded(
     tensors: Mapping[str, torch.Tensor], chunks: list[int], device: torch.device | str | None
 ) -> torch.Tensor:
-    """The sound itself in chunks of equal length; the only value that is not computed from
-    sizes."""
+    """Sound itself in chunks of equal length; the only value that is not computed from sizes."""
     _, features, mask = _AUDIO
     frames = tensors[features].permute(0, 2, 1)[tensors[mask].bool()].to(device)
     return torch.nn.utils.rnn.pad_sequence(list(frames.split(chunks)), True).transpose(1, 2)

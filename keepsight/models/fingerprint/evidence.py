@@ -87,8 +87,7 @@ class Proof:
         self.things[id(thing)] = thing
 
     def state(self) -> list[object]:
-        """Everything that must stay the same; for values that the function writes, only their
-        types."""
+        """What must stay the same; of values that the function writes, only the types."""
         found: list[object] = []
         if self.function is not None:
             own = self.function

@@ -159,8 +159,7 @@ def _function_places() -> tuple[int, ...] | None:
 
 
 def function_words(functions: Sequence[FunctionType]) -> tuple[Words, list[int]] | None:
-    """Words for the replaceable parts of functions, and the function of each word. The caller holds
-    them."""
+    """Words for the replaceable parts of functions the caller holds, each with its function."""
     places = _function_places()
     if places is None:
         return None
@@ -254,8 +253,7 @@ def _spots(start: int, words: int, value: int) -> int:
 
 
 def _find_version(tensor: torch.Tensor, counter: int) -> int:
-    """Find the count inside a version counter, which has a table, its owners and the count: 24
-    bytes."""
+    """Find the count in a version counter: a table, its owners and the count, 24 bytes."""
     spots = {8, 16}
     for _ in range(3):
         tensor.add_(0)
