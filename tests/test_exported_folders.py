@@ -317,7 +317,7 @@ def test_settings_of_another_model_are_noticed(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "qwen2_vl"}))
     resealed_files(folder)
-    with pytest.raises(DamagedFile, match="is of a qwen2_vl, and the record of a qwen3_vl"):
+    with pytest.raises(DamagedFile, match="is for qwen2_vl, the record for qwen3_vl"):
         ks.load(folder)
 
 

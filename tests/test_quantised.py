@@ -232,7 +232,7 @@ class HandsOn(torch.nn.Linear):
 def test_activations_of_a_kind_of_their_own_are_refused(parts: tuple[Any, Any]) -> None:
     model, processor = parts
     put_in(model, HandsOn)
-    with pytest.raises(UnsupportedModel, match=r"HandsOn hands on values of kind Opaque.* only"):
+    with pytest.raises(UnsupportedModel, match=r"HandsOn returns values of kind Opaque.* only"):
         ks.wrap(model, processor)
 
 

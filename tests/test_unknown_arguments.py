@@ -82,7 +82,7 @@ POSITIONAL = [name for name in CALLS if name not in ("fused", "joined")]
 def test_an_argument_that_is_not_known_is_refused_by_name(name: str) -> None:
     cache()
     call, arguments, options = CALLS[name]
-    with pytest.raises(UpstreamChanged, match="transformers .* hands an argument 'new_in_6'"):
+    with pytest.raises(UpstreamChanged, match="transformers .* passes an argument 'new_in_6'"):
         call(*arguments, **options, new_in_6=0.5)
 
 
@@ -90,7 +90,7 @@ def test_an_argument_that_is_not_known_is_refused_by_name(name: str) -> None:
 def test_one_argument_more_is_refused(name: str) -> None:
     cache()
     call, arguments, options = CALLS[name]
-    with pytest.raises(UpstreamChanged, match="hands 1 arguments more to"):
+    with pytest.raises(UpstreamChanged, match="passes 1 arguments more to"):
         call(*arguments, 0.5, **options)
 
 
