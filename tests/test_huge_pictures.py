@@ -307,7 +307,7 @@ def test_stats_and_reports_say_what_ran_in_pieces() -> None:
         assert before["in_pieces"] == 0 and before["tower_parts"] == {"cut": [], "whole": []}
         (note,) = answer(vlm, 9)
         parts = [f"Qwen3VLVision{name}" for name in ("Block", "PatchEmbed", "PatchMerger")]
-        whole = "Qwen3VLVisionRotaryEmbedding saw it whole"
+        whole = "Qwen3VLVisionRotaryEmbedding ran it whole"
         assert note == f"medium 0: the tower ran {', '.join(parts)} in pieces; {whole}"
         after = vlm.stats()["features"]
         assert after["in_pieces"] == 1 and after["encoded"] == 2
