@@ -100,7 +100,7 @@ def default_grain(model: PreTrainedModel) -> int:
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:
-    """Refuse rope with frequencies by total length: a longer prompt would change the past."""
+    """Refuse rope whose frequencies change with the length of the whole prompt."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     layers = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in [rope, *layers]:

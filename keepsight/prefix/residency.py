@@ -230,7 +230,7 @@ class Residency:
     # -- eviction --------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Keep the budgets: at once if that costs no copy, otherwise after the turn."""
+        """Enforce the budgets: now if that needs no copy, otherwise after the turn."""
         self.late = True
         slack = self.budget // SLACK if self.host_budget else 0
         if self.device.nbytes > self.budget + slack or not self.host_budget:

@@ -91,7 +91,7 @@ def embedding_of(model: PreTrainedModel) -> torch.nn.Embedding:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in storage of its own size, so that keeping it keeps nothing else."""
+    """The tensor, copied if it is a view, so that it does not keep a larger tensor alive."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
