@@ -85,7 +85,7 @@ def is_inside() -> bool:
 
 
 def is_running() -> bool:
-    """Whether this thread is in a pass of ours."""
+    """Whether this thread is in one of our passes."""
     return _call() is not None
 
 

@@ -101,7 +101,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 def features_in(
     output: BaseModelOutputWithPooling, count: int
 ) -> list[tuple[dict[str, torch.Tensor], str]]:
-    """The features of each of so many media, and how the model wants several."""
+    """The features of each of `count` media, and the form in which the model takes several."""
     pooled = output.pooler_output
     container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
     features = pooled.chunk(count) if container == "tensor" else pooled
