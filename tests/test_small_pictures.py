@@ -11,17 +11,19 @@ import torch
 
 import keepsight as ks
 from keepsight.media import company
-from keepsight.media.company import MOST, WORTH
+from keepsight.media.company import MOST
 from keepsight.models import beside
 
 KINDS = ("qwen3_vl", "qwen2_5_vl", "gemma3", "paligemma")
 SIDE = 112  # pixels
+WORTH = 16  # pictures before a trial, so that few will do here
 Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch's products give a row the same bits beside any others; with more threads not all do."""
+    monkeypatch.setattr(company, "WORTH", WORTH)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

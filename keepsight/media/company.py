@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 SMALL = 1 << 19  # numbers of a picture's pixels, up to which company pays
 MOST = 8  # pictures in a call
-WORTH = 16  # of a form, before a trial pays
+WORTH = 128  # of a form, before a trial pays: it takes as long as some 30 of them, for a fifth
 _FORMS = 512  # that are remembered
 Made = tuple[Tensors, str]
 
