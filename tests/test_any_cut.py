@@ -402,6 +402,55 @@ def test_no_memory_for_copies_falls_back(monkeypatch: Any, caplog: Any) -> None:
         assert caplog.text.count("weights are not packed") == 1
 
 
+@pytest.mark.tries_anew
+def test_an_answer_keeps_its_packing_while_others_pack_otherwise(monkeypatch: Any) -> None:
+    """Some kernels pack otherwise for another number of threads, which each thread has of its own.
+    A call in another thread comes between two steps of an answer."""
+
+    class Otherwise(linear.Packed):
+        @classmethod
+        def of(cls, layers: Sequence[torch.nn.Linear], kernel: str) -> linear.Packed:
+            kept = [layer.weight.detach().clone() for layer in layers]
+            with torch.no_grad():
+                for layer in layers:
+                    layer.weight.mul_(1 + torch.get_num_threads() / 64)
+                made = super().of(layers, kernel)
+                for layer, weight in zip(layers, kept, strict=True):
+                    layer.weight.copy_(weight)
+            return made
+
+    def talk(vlm: ks.VLM, between: Any = None) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+
+        def catch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if len(seen) == 4 and between is not None:
+                between()
+            seen.append(scores.clone())
+            return scores
+
+        ids = torch.arange(20, 60)[None]
+        vlm.generate(input_ids=ids, logits_processor=[catch], max_new_tokens=9, min_new_tokens=9)
+        return seen
+
+    monkeypatch.setattr("keepsight.core.kernels.packing.Packed", Otherwise)
+    with wrapped("qwen3_vl", pack=True) as vlm:
+        wanted = talk(vlm)
+
+    def elsewhere() -> None:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        vlm.runtime.refresh()
+
+    def another_call() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    with wrapped("qwen3_vl", pack=True) as vlm:
+        found = talk(vlm, another_call)
+        assert vlm.stats()["engine"]["any_cut"]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 # -- kernels ---------------------------------------------------------------------------------------
 
 

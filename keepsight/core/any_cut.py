@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -130,7 +131,16 @@ class AnyCut:
         found = self._found[name]
         if found.kernels is not None and (doubts := self._doubts(found.kernels)):
             found = self._found[name] = Finding(None, doubts[0])
+        if found.kernels is not None:
+            found.kernels.ready = partial(self._pack_for, here)
         return found
+
+    def _pack_for(self, environment: str) -> None:
+        """Pack again as in this environment: a call in another thread, with another number of
+        threads, may have packed between two steps of an answer."""
+        if self.packing.wanted and self.packing.tried_in != environment:
+            self.packing.follow(self._groups(), environment)
+            self.forget_steps()
 
     def forget_steps(self) -> None:
         """Record steps again: old recordings read dropped copies, or miss new ones."""

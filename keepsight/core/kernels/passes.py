@@ -31,6 +31,10 @@ _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid
 
 
+def _as_it_is() -> None:
+    """Nothing has to be made ready."""
+
+
 @dataclass(eq=False)
 class Kernels:
     """The kernels of one model."""
@@ -41,6 +45,7 @@ class Kernels:
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
     in_graphs: bool = False  # of another runtime: torch functions stay
+    ready: Callable[[], None] = _as_it_is  # called before each pass
     warming_up: bool = False  # steps are recorded as soon as they can be: nobody waits for them
 
 
@@ -51,6 +56,7 @@ def running(kernels: Kernels | None, recorded: attention.Attending | None = None
     if kernels is None or kernels.in_graphs:
         yield
         return
+    kernels.ready()
     before = vars(_here).get("call")
     kernels.mixers.clear()
     own = recorded or attention.Attention(kernels.query_rows, kernels.doubts)
