@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import picture, turn
-from test_recorded_steps import BOTH, at_once, build, by_the_model, logits, some_ids, steps
+from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, steps
 
 import keepsight as ks
 from keepsight.core.kernels import attention
@@ -70,7 +70,7 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
         assert fillings(vlm) == {Filling(multiple)}
 
 
-@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, at_once: None
 ) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Record
+from keepsight.models import upstream
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.tower_absent import tower_parts
 from keepsight.models.tower_pieces import is_compiled
@@ -70,7 +71,7 @@ class TensorForm:
 class OpCall:
     """A call of one of torch's operations, without numbers."""
 
-    function: torch._ops.OpOverload
+    function: upstream.TorchFunction
     args: tuple[object, ...]
     options: tuple[tuple[str, object], ...]
 
@@ -96,22 +97,15 @@ class OpCall:
         return torch.as_tensor(first)
 
 
-class OpCalls(TorchDispatchMode):
-    """Notes what operations this thread calls; torch keeps such modes for each thread alone."""
+class OpCalls:
+    """What operations a thread called."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.found: dict[OpCall, None] = {}
         self.unknown = ""  # an operation that cannot be tried by itself
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Record | None = None,
-    ) -> object:
-        given = kwargs or {}
+    def run(self, func: upstream.TorchFunction, args: tuple[object, ...], given: Record) -> object:
+        """Run an operation and note it."""
         options = tuple(zip(given, _without_numbers(given.values()), strict=True))
         call = OpCall(func, _without_numbers(args), options)
         found = func(*args, **given)
@@ -156,9 +150,9 @@ def other_bits(family: Family, media: Sequence[Pixels], alone: Sequence[Record])
         # What follows from sizes alone is made now, and once: no numbers of a picture reach it.
         family.tower_tensors.of(family.join_pixels(media), family.model.device)
         one, several = OpCalls(), OpCalls()
-        with one:
+        with upstream.watched(one.run):
             first = family.encode(media[0])[0]
-        with several:
+        with upstream.watched(several.run):
             together = [tensors for tensors, _ in family.encode_together(media)]
         if not _same(first, alone[0]) or not all(map(_same, together, alone)):
             return "the features"
@@ -168,7 +162,7 @@ def other_bits(family: Family, media: Sequence[Pixels], alone: Sequence[Record])
         for call in several.found:
             if call not in one.found and not _alike(call, known, len(media)):
                 return call.name
-    except (RuntimeError, ValueError, IndexError, TypeError, LookupError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, UpstreamChanged) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

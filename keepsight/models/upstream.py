@@ -299,7 +299,7 @@ _DISPATCH = PrivateApi(
     "torch.utils._python_dispatch",
     "TorchDispatchMode",
     "to see which products a model computes",
-    without="prompts are cut at boundaries only",
+    without="prompts are cut at boundaries only, and pictures go through the tower alone",
 )
 _ACTIVATIONS = PrivateApi("transformers.activations", "ACT2FN", "to compute gated delta rules")
 
