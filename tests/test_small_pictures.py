@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import models
@@ -211,3 +212,18 @@ def test_a_folder_takes_fewer_calls(tmp_path: Any, codec: str) -> None:
                 made[way] = [packages[one.key] for one in made["store"]]
     for found in made.values():
         expect_equal(features(found), features(made["one by one"]))
+
+
+def test_what_shared_a_pass_is_computed_anew_where_its_caller_kept_nothing() -> None:
+    """The caller keeps nothing where the weights changed meanwhile: no picture of that pass is
+    better than the one he asked for."""
+    model, processor = models.build("qwen3_vl")
+    with ks.wrap(model, processor) as vlm:
+        vlm.encode(pictures(24))  # the trial
+        vision = vlm.runtime.vision
+        for kept in (True, False):
+            first, *others = [vision.name(one) for one in pictures(8, 50 + 10 * kept)]
+            passes = Passes(vlm)
+            vision.package(first, partial(bool, kept), others)
+            vision.package(others[0], beside=others[1:])
+            assert passes.sizes[0] == MOST and (len(passes.sizes) == 1) == kept

@@ -292,6 +292,7 @@ class Vision:
     def _remember(self, made: list[Package], cost: float, keep: Callable[[], bool]) -> None:
         """Remember features that took so long in memory and store, if the caller still wants."""
         if not keep():
+            self.tower.forget()  # what shared the pass is no better
             return
         for package in made:
             self._keep(package, cost / len(made))
@@ -332,8 +333,7 @@ class Vision:
             return self._film(medium, lambda: False)[0]
         self.require([medium])
         self._counts["encoded"] += 1
-        new = (one for one in beside if self.where(one) == "tower")
-        package = self.tower.encode(medium, new)
+        package = self.tower.encode(medium, beside, lambda other: self.where(other) == "tower")
         self._note_parts()
         return package
 

@@ -8,7 +8,7 @@ Small pictures share one where it is shown that this changes none either (compan
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -16,7 +16,7 @@ from keepsight.errors import FileError, ImageError, TowerRan
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.company import Company
+from keepsight.media.company import MOST, Company
 from keepsight.media.films import FILM, STEPS, Making, Tensors, joined
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
@@ -39,9 +39,14 @@ class Tower:
         self.milliseconds = 0.0  # of the pass before, for each picture in it
         self._ready: dict[str, Package] = {}  # of pictures that shared that pass
 
-    def encode(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
-        """The features of a medium, computed now. Pictures beside it that wait too may share the
-        pass; their features are there when they are asked for next."""
+    def encode(
+        self,
+        medium: Medium,
+        beside: Iterable[Medium] = (),
+        is_new: Callable[[Medium], bool] = lambda other: True,
+    ) -> Package:
+        """The features of a medium, computed now. New pictures beside it that wait too may share
+        the pass; their features are there when they are asked for next."""
         self.parts = TowerParts()
         ready = self._ready.pop(medium.feature_id, None)
         if ready is not None:
@@ -52,7 +57,7 @@ class Tower:
         steps = steps_of(self._family, pixels)
         form = self.company.form(pixels, self.making) if len(steps) == 1 else ""
         if form:
-            media = [(medium, pixels), *self._waiting(medium, form, beside)]
+            media = [(medium, pixels), *self._waiting(medium, form, beside, is_new)]
             made = self.company.run(form, [one for _, one in media], self._run)
         else:
             media, made = [(medium, pixels)], [self._run(step) for step in steps]
@@ -64,15 +69,21 @@ class Tower:
         return packages[0]
 
     def _waiting(
-        self, medium: Medium, form: str, beside: Iterable[Medium]
+        self,
+        medium: Medium,
+        form: str,
+        beside: Iterable[Medium],
+        is_new: Callable[[Medium], bool],
     ) -> list[tuple[Medium, Pixels]]:
-        """Some of the pictures beside this one that have its form, and whose pixels are there."""
+        """The next new pictures beside this one that have its form, and whose pixels are there."""
         found: dict[str, tuple[Medium, Pixels]] = {}
         for other in beside:
+            if len(found) == MOST - 1:
+                break  # asking about all of a long prompt for each pass would be quadratic
             pixels = self._caches.pixels.get(self._tenant, other.key)
             if pixels is None or other.feature_id in (*found, medium.feature_id):
                 continue
-            if self.company.form(pixels, self.making) == form:
+            if self.company.form(pixels, self.making) == form and is_new(other):
                 found[other.feature_id] = other, pixels
         return list(found.values())
 
