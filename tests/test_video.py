@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import build, picture
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
+from keepsight.media.clips import open_clip
 
 START, END, IMAGE, VIDEO = 3, 4, 6, 7
 GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")  # videos are written with image placeholders
@@ -185,6 +187,27 @@ def test_bad_videos_are_refused_by_name() -> None:
             with pytest.raises(error):
                 vlm.generate(**{**script.inputs(), **change})
         assert_exact(vlm, script)
+
+
+def test_clips_with_fields_that_would_be_ignored_are_refused() -> None:
+    film = np.zeros((4, 32, 32, 3), np.uint8)
+    for wrong, words in (
+        ({"fpx": 2.0}, "a video has no field 'fpx'; did you mean 'fps'"),
+        ({"start": 2.0}, "a video has no field 'start'; known: frames, fps"),
+        *(({"fps": fps}, f"a video at {fps!r} frames") for fps in (0, "x", [2], True, -1.0)),
+    ):
+        with pytest.raises(ImageError) as error:
+            open_clip({"frames": film, **wrong}, "video")
+        assert words in str(error.value)
+    for wrong, words in (
+        ({"rate": 16_000}, "sound has no field 'rate'"),
+        ({"sampling_rate": "16k"}, "sound at '16k' samples per second"),
+        ({"sampling_rate": 0}, "sound at 0 samples per second"),
+    ):
+        with pytest.raises(ImageError) as error:
+            open_clip({"array": film[0, 0, :, 0], **wrong}, "audio")
+        assert words in str(error.value)
+    assert open_clip({"frames": film, "fps": np.float32(2)}, "video").name
 
 
 def test_a_package_with_another_grid_is_another_prompt() -> None:

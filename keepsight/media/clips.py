@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError
-from keepsight.kinds import Clip
+from keepsight.kinds import Clip, Record
 from keepsight.media.sources import Fetched, Source, file_label, read_bytes
 from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, SAMPLED, VideoFile
 from keepsight.system.optional import optional
@@ -41,15 +43,14 @@ def open_clip(clip: object, modality: str, fetched: Fetched | None = None) -> So
 
 def _video(clip: object) -> Clip:
     """Frames of shape (frames, height, width, 3), and what a processor needs to know about them."""
-    fps: float | None = None
+    fps: object = None
     sampled = False
     if isinstance(clip, dict):
+        _check_fields(clip, ("frames", "fps", SAMPLED), "a video")
         fps, sampled = clip.get("fps"), bool(clip.get(SAMPLED))
         clip = clip.get("frames")
     frames = _frames(clip)
-    rate = float(fps or DEFAULT_FPS)
-    if not 0 < rate < 10_000:
-        raise ImageError(f"a video at {rate} frames per second; expected a positive rate")
+    rate = DEFAULT_FPS if fps is None else _rate(fps, "a video at {} frames per second", 10_000)
     count = len(frames)
     about = {
         "total_num_frames": count,
@@ -61,6 +62,27 @@ def _video(clip: object) -> Clip:
         "video_backend": "keepsight",
     }
     return frames, {**about, SAMPLED: True} if sampled else about
+
+
+def is_rate(given: object, limit: float) -> bool:
+    """Whether something is a positive number below a limit."""
+    number = isinstance(given, int | float | np.integer | np.floating)
+    return number and not isinstance(given, bool) and bool(0 < given < limit)  # type: ignore[operator]
+
+
+def _rate(given: object, what: str, limit: float) -> float:
+    if not is_rate(given, limit):
+        raise ImageError(f"{what.format(repr(given))}; expected a positive rate")
+    return float(given)  # type: ignore[arg-type]
+
+
+def _check_fields(clip: Record, known: Sequence[str], what: str) -> None:
+    """Refuse a dict with a field that would be ignored."""
+    for name in clip:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ImageError(f"{what} has no field {name!r}; {hint}")
 
 
 def _frames(clip: object) -> np.ndarray:
@@ -90,7 +112,9 @@ def _sound(clip: object, fetched: Fetched | None) -> Clip:
     """One channel of float32, and its sampling rate (None: the model's)."""
     rate: int | None = None
     if isinstance(clip, dict):
-        rate = clip.get("sampling_rate")
+        _check_fields(clip, ("array", "data", "sampling_rate", "path"), "sound")
+        if (rate := clip.get("sampling_rate")) is not None:
+            rate = int(_rate(rate, "sound at {} samples per second", 10_000_000))
         clip = clip.get("array", clip.get("data"))
     if isinstance(clip, FILES):
         clip, rate = _decode_sound(read_bytes(clip, fetched))

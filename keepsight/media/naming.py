@@ -184,7 +184,8 @@ class Namer:
         except KeepsightError:
             raise
         except Exception as error:  # processors raise whatever their arithmetic causes
-            size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
+            held = decoded[0] if isinstance(decoded, tuple) else decoded
+            size = getattr(held, "shape", None) or getattr(held, "size", None)
             raise ImageError(
                 f"{source.label} ({size}): the image processor refused it: {error}"
             ) from error
