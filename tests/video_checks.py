@@ -260,6 +260,67 @@ def check_watched(kind: str) -> None:
                 missing.ask("What?")
 
 
+def check_films_in_a_conversation() -> None:
+    """A film stands where it was first asked about, and takes no place of another medium."""
+    model, processor = parts("qwen3_vl")
+    film = frames(1, 6)
+
+    def media(session: Any) -> list[str]:
+        told = [part for message in session.messages for part in message["content"]]
+        return [part["type"] for part in told if part["type"] != "text"]
+
+    with ks.wrap(model, processor) as vlm:
+        session = vlm.session()
+        with session.watch(iter(film)) as one, session.watch(film[::-1].copy()) as other:
+            one.wait(timeout=60), other.wait(timeout=60)
+            session.ask("Which?", images=picture(4), max_new_tokens=2)
+            assert one.ask("What is there?", max_new_tokens=2).usage.images == 2
+            asked = session.messages[2]["content"]
+            assert [part["type"] for part in asked] == ["video", "text"]
+            assert asked[1]["text"] == "What is there?"
+            other.ask("And there?", max_new_tokens=2)
+            one.ask("And now?", max_new_tokens=2)
+            assert media(session) == ["image", "video", "video"]
+            session.edit(1, "What else?", max_new_tokens=2)  # keeps the film of its turn
+            assert media(session) == ["image", "video"]
+            session.edit(1, "What else?", videos=[], max_new_tokens=2)
+            assert media(session) == ["image"]
+            one.ask("And now?", max_new_tokens=2)
+            assert media(session) == ["image", "video"]
+
+
+def check_watched_by_mistake() -> None:
+    """What cannot be watched is refused in words, and a source that ends says why."""
+    model, processor = parts("qwen3_vl")
+    film = frames(1, 4)
+
+    def leaves() -> Any:
+        yield from film
+        raise SystemExit(3)
+
+    with ks.wrap(model, processor) as vlm:
+        session = vlm.session()
+        for wrong in (None, object(), True):
+            with pytest.raises(InputError, match="cannot watch"):
+                session.watch(wrong)
+        with pytest.raises(InputError, match=r"make iter\(function, None\)"):
+            session.watch(lambda: film[0])
+        for fps in ("2", None, True, float("nan"), 0):
+            with pytest.raises(InputError, match="expected a positive number"):
+                session.watch(film, fps=fps)
+        for budget in ("8", 8.5, True, 7, None):
+            with pytest.raises(InputError, match="frames; expected at least 8"):
+                session.watch(film, budget=budget)
+        with session.watch(leaves(), fps=np.float32(2), budget=np.int64(8)) as watch:
+            watch.wait(timeout=60)
+            assert "SystemExit(3)" in str(watch.ask("What?", max_new_tokens=1).report.notes)
+        with session.watch(film[..., 0]) as gray:
+            gray.wait(timeout=60)
+            assert "of shape (96, 96) is no frame" in str(gray.error)
+        with pytest.raises(ImageError, match=r"a clip of 1 frames \(\(1, 96, 96, 3\)\)"):
+            vlm.encode({"type": "video", "video": film[:1]})
+
+
 def check_saved() -> None:
     """What was saved where torchvision was missing loads whole where it is not."""
     path = loading.model_path("demo")
@@ -282,5 +343,7 @@ for kind in ("qwen2_5_vl", "qwen3_vl", "glm46v"):
     check_grown(kind)
     check_sampled(kind)
 check_watched("qwen2_5_vl")
+check_films_in_a_conversation()
+check_watched_by_mistake()
 check_file()
 sys.stdout.write("videos are as stock sees them\n")

@@ -30,10 +30,7 @@ def frames_of(source: Frames, fps: float) -> Iterator[np.ndarray]:
     """Frames of shape (height, width, 3), `fps` per second of a file or a camera. A program's
     frames are all taken."""
     if isinstance(source, bool | bytes):
-        raise InputError(
-            f"cannot watch a {type(source).__name__}; expected a file, the number of a camera, or "
-            "an iterable of frames"
-        )
+        raise _not_watched(source)
     if isinstance(source, int):
         place, kind = _CAMERAS.get(sys.platform, _CAMERAS["linux"])
         frames = _decoded(place.format(source), kind, fps)
@@ -41,8 +38,23 @@ def frames_of(source: Frames, fps: float) -> Iterator[np.ndarray]:
         name = os.fspath(source)
         frames = _decoded(name, "v4l2" if name.startswith("/dev/video") else None, fps)
     else:
-        frames = map(_frame, source)
+        frames = map(_frame, _iterable(source))
     return _of_one_size(frames)
+
+
+def _iterable(source: object) -> Iterable[object]:
+    try:
+        return iter(source)  # type: ignore[call-overload, no-any-return]
+    except TypeError:
+        raise _not_watched(source) from None
+
+
+def _not_watched(source: object) -> InputError:
+    hint = "; of a function that returns the next frame make iter(function, None)"
+    return InputError(
+        f"cannot watch a {type(source).__name__}; expected a file, the number of a camera, or an "
+        f"iterable of frames{hint if callable(source) else ''}"
+    )
 
 
 def _decoded(name: str, kind: str | None, fps: float) -> Iterator[np.ndarray]:
@@ -67,8 +79,9 @@ def _frame(given: object) -> np.ndarray:
     if isinstance(given, Image.Image):
         given = np.asarray(given.convert("RGB"))
     if not isinstance(given, np.ndarray) or given.ndim != 3 or given.shape[-1] != 3:
+        shape = f" of shape {given.shape}" if isinstance(given, np.ndarray) else ""
         raise ImageError(
-            f"a {type(given).__name__} is no frame; expected an image, or an array of shape "
+            f"a {type(given).__name__}{shape} is no frame; expected an image, or an array of shape "
             "(height, width, 3)"
         )
     if given.dtype != np.uint8:

@@ -96,16 +96,18 @@ class Session:
     ) -> Reply:
         """Replace user turn `turn` (0 is the first) by another question; later turns are dropped.
 
-        Without `images` the turn keeps its pictures.
+        Without `images`, `videos` or `audio` the turn keeps those that it has.
         """
         spot = self._user_turn(turn)
-        if images is None:
-            content = self.messages[spot]["content"]
-            images = [part["image"] for part in content if part.get("type") == "image"]
+        given = {**options, "images": images}
+        for name, kind in (("images", "image"), ("videos", "video"), ("audio", "audio")):
+            if given.get(name) is None:
+                content = self.messages[spot]["content"]
+                given[name] = [part[kind] for part in content if part.get("type") == kind]
         before = self.messages
         self.messages = self.messages[:spot]
         try:
-            return Reply.of(self.stream(text, images, **options))
+            return Reply.of(self.stream(text, **given))
         except BaseException:
             self.messages = before
             raise

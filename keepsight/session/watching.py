@@ -8,6 +8,7 @@ because the rest must be prefilled again.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -18,6 +19,7 @@ import numpy as np
 from keepsight.core.render import user_message
 from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.kinds import Message, Record
+from keepsight.media.clips import is_rate
 from keepsight.media.live import Frames, frames_of
 from keepsight.report import Piece, Reply
 
@@ -32,15 +34,15 @@ class WatchedFilm:
     """The frames seen of a source so far. Close it, or use it in a `with` statement."""
 
     def __init__(self, session: Session, source: Frames, fps: float, budget: int) -> None:
-        if not 0 < fps < 1_000:
+        if not is_rate(fps, 1_000):
             raise InputError(f"fps={fps!r}; expected a positive number of frames per second")
-        if budget < _LEAST:
+        if not is_rate(budget, math.inf) or budget < _LEAST or budget % 1:
             raise InputError(f"budget={budget!r} frames; expected at least {_LEAST}")
         self.session, self.fps, self.budget = session, float(fps), budget
         self.seen = 0  # frames taken from the source, including dropped ones
         self.error: KeepsightError | None = None  # why the source ended early
         self._held: list[np.ndarray] = []
-        self._begin = len(session.messages)  # place of the video in the conversation
+        self._film = object()  # the video as the conversation holds it, once it was asked about
         self._state = threading.Condition()
         self._over = self._closed = False
         self._prepared = 0
@@ -86,7 +88,7 @@ class WatchedFilm:
                     self._state.notify_all()
         except KeepsightError as error:
             self.error = error
-        except Exception as error:  # the caller's source may raise anything
+        except BaseException as error:  # the caller's source may raise anything, or end its thread
             self.error = ImageError(f"the source of frames failed: {error!r}")
         finally:
             with self._state:
@@ -103,7 +105,8 @@ class WatchedFilm:
                 count = self._prepared = len(self._held) // _STEP * _STEP
                 frames = self._held[:count]
             try:
-                self.session.prepare(self._asked(frames, "")[: self._begin + 1])
+                asked, place, _ = self._asked(frames, "")
+                self.session.prepare(asked[: place + 1])
             except KeepsightError:
                 return  # the next question will report the error
 
@@ -125,20 +128,30 @@ class WatchedFilm:
             raise self.error or ImageError(
                 "no frame was seen yet; wait(frames=1) waits for the first"
             )
-        for piece in self.session.answer(self._asked(held, question), options):
+        asked, _, film = self._asked(held, question)
+        for piece in self.session.answer(asked, options):
+            if piece.usage is not None:
+                self._film = film  # the history holds it now
             if piece.report is not None and self.error is not None:
                 piece.report.notes.append(f"the film ended early: {self.error}")
             yield piece
 
-    def _asked(self, frames: list[np.ndarray], question: str) -> list[Message]:
-        """The conversation with the current video and a question after it."""
+    def _asked(self, frames: list[np.ndarray], question: str) -> tuple[list[Message], int, object]:
+        """The conversation with the current video and a question after it, the place of the
+        message with the video, and the video as that message holds it."""
         clip: Record = {"frames": np.stack(frames), "fps": self.fps, "sampled": True}
-        film = {"type": "video", "video": clip}
-        before, behind = self.session.messages[: self._begin], self.session.messages[self._begin :]
-        asked = [*behind, user_message(question)]
-        texts = [part for part in asked[0]["content"] if part["type"] == "text"]
-        first = self.session.named(dict(asked[0], content=[film, *texts]))
-        return [*before, first, *asked[1:]]
+        film = self.session.named({"content": [{"type": "video", "video": clip}]})["content"][0]
+        messages = self.session.messages
+        place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
+        asked = [*messages, user_message(question)]
+        parts = [part for part in asked[place]["content"] if part.get("video") is not self._film]
+        asked[place] = dict(asked[place], content=[film, *parts])
+        return asked, place, film["video"]
+
+    def _shows(self, message: Message) -> bool:
+        """Whether a message of the conversation holds this video, from an earlier question."""
+        parts = message["content"] if isinstance(message["content"], list) else []
+        return any(part.get("video") is self._film for part in parts)
 
     # -- the end ---------------------------------------------------------------------------------
 
