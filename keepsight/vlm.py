@@ -22,7 +22,7 @@ from keepsight.core.call import Call
 from keepsight.core.display import DisplayedModel
 from keepsight.core.generate import Generated, generate
 from keepsight.core.in_thread import AsyncAnswers
-from keepsight.core.pins import clear, delete, foresee, pin
+from keepsight.core.pins import clear, delete, pin, predict_report
 from keepsight.core.prepared import Prefix
 from keepsight.core.probe import settle, try_again
 from keepsight.core.question import user_turn
@@ -228,7 +228,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         self.runtime.require_answers()
         self.runtime.tokenizer()
         with self.runtime.lock:
-            return foresee(self.runtime, messages, call)
+            return predict_report(self.runtime, messages, call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Compare cold with warm on your own model and pictures, and with stock if asked."""

@@ -25,7 +25,7 @@ from torch.nn import functional
 import keepsight as ks
 from keepsight.core import doubtful
 from keepsight.core.kernels import attention, linear, passes
-from keepsight.core.kernels.elementwise import evenly
+from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Rows, has_bfloat16, rows_of
 from keepsight.core.kernels.packing import Packing
 from keepsight.errors import InputError
@@ -663,9 +663,9 @@ def test_a_function_of_numbers_does_not_depend_on_how_many_there_are(
 ) -> None:
     function = getattr(functional, name)
     numbers = torch.randn(997, 77, generator=torch.Generator().manual_seed(1)).reshape(-1, 1)
-    whole = evenly(function, numbers)
+    whole = in_whole_vectors(function, numbers)
     for start, end in ((0, 1), (3, 60), (100, 40_001), (40_001, len(numbers))):
-        assert torch.equal(evenly(function, numbers[start:end].clone()), whole[start:end])
+        assert torch.equal(in_whole_vectors(function, numbers[start:end].clone()), whole[start:end])
 
 
 def test_rows_are_filled_up() -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import keepsight as ks
 from keepsight.core.kernels import attention, linear
-from keepsight.core.kernels.elementwise import evenly
+from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Linears, Rows, kernels_for, rows_of
 from keepsight.core.kernels.packing import Packing, groups_in
 from keepsight.core.lane_layer import LaneLayer
@@ -74,7 +74,7 @@ def test_a_kernel_for_many_rows_that_adds_in_another_order(monkeypatch: Any, odd
 def test_short_sums_show_their_order(width: int, biased: bool) -> None:
     """As adapters of a low rank have them. The last product, and a bias, are part of a sum."""
     generator = torch.Generator().manual_seed(0)
-    weight, rows = linear._telling(64, width, torch.float32, generator)
+    weight, rows = linear._cancelling(64, width, torch.float32, generator)
     bias = torch.randn(64, generator=generator) * (linear._TINY if biased else 0)
     parts = [rows[:, i, None] * weight[None, :, i] for i in range(width)] + [bias.expand(512, 64)]
     there = sum(parts[1:], parts[0])
@@ -99,8 +99,8 @@ def test_rows_that_do_not_lie_side_by_side(monkeypatch: Any) -> None:
         layer, wanted = Linears(), plain(rows.T.contiguous(), weight, None)
         assert torch.equal(layer(rows.T, weight, None), wanted)
         apart = torch.randn(2, 512, 3)[0, :, 1:2]
-        wanted = evenly(functional.silu, apart.contiguous())
-        assert torch.equal(evenly(functional.silu, apart), wanted)
+        wanted = in_whole_vectors(functional.silu, apart.contiguous())
+        assert torch.equal(in_whole_vectors(functional.silu, apart), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from torch.nn import functional
 import keepsight as ks
 from keepsight.core import any_cut
 from keepsight.core.kernels import delta, mixers
-from keepsight.core.kernels.mixers import evenly
+from keepsight.core.kernels.mixers import in_whole_vectors
 
 STATES = pytest.mark.parametrize("kind", ["qwen3_5", "lfm2_vl"])
 
@@ -141,7 +141,7 @@ def _a_hundredth_more(function: Any) -> Any:
 
 @pytest.mark.tries_anew
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["_ask", "_next", "_keys", "convolve"])
+@pytest.mark.parametrize("name", ["_chunk_reads", "_next", "_keys", "convolve"])
 def test_a_rule_that_is_wrong_by_a_hundredth_means_boundaries(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,9 +162,9 @@ def test_the_delta_rule_gives_rows_that_do_not_depend_on_the_cut(heads: Any) -> 
 @pytest.mark.parametrize("function", [torch.sigmoid, functional.silu, functional.softplus])
 def test_numbers_that_are_left_over_have_the_bits_of_all_others(function: Any) -> None:
     many = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)) * 3
-    whole = evenly(function, many)
+    whole = in_whole_vectors(function, many)
     for count in (1, 3, 17, 63):
-        pieces = [evenly(function, piece) for piece in many.split(count)]
+        pieces = [in_whole_vectors(function, piece) for piece in many.split(count)]
         assert torch.equal(torch.cat(pieces), whole)
 
 

@@ -17,7 +17,7 @@ from models import build, picture, turn
 
 import keepsight as ks
 from keepsight.core import drafts
-from keepsight.core.drafts import NOTHING, Answers, Costs, Drafts, Tally
+from keepsight.core.drafts import NOTHING, DraftCounts, Drafts, EarlierAnswers, PassCosts
 from keepsight.errors import InputError
 from keepsight.prefix.prompt import Prompt
 from keepsight.scheduler import Together
@@ -189,7 +189,7 @@ def test_what_is_forgotten_is_guessed_no_more() -> None:
 
 
 def test_answers_are_bounded() -> None:
-    answers = Answers()
+    answers = EarlierAnswers()
     for number in range(drafts.MAX_TENANTS + 9):
         for _ in range(40):
             answers.add(str(number), Prompt(np.arange(900)), list(range(300)))
@@ -231,10 +231,10 @@ def answer(lane: Lane, text: list[int], prompt: list[int], **more: Any) -> Draft
         lane,
         np.asarray(prompt, np.int64),
         more.get("earlier", np.empty(0, np.int64)),
-        more.get("costs", Costs()),
+        more.get("costs", PassCosts()),
         len(text) + 1,
         "",
-        Tally(),
+        DraftCounts(),
     )
     guess._clock = lambda: lane.now
     done = list(prompt)

@@ -11,7 +11,7 @@ import torch
 from models import build, picture
 
 import keepsight as ks
-from keepsight.core.positions import Placed, place
+from keepsight.core.positions import PromptPositions, place
 from keepsight.prefix.prompt import Prompt
 
 MROPE = [
@@ -34,7 +34,7 @@ def test_text_behind_a_prompt_counts_on(kind: str) -> None:
         family = vlm.runtime.family
         content = [{"type": "image", "image": picture(n)} for n in range(2)]
         first = vlm.render([{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}])
-        before: Placed | None = None
+        before: PromptPositions | None = None
         prompt = first
         for _ in range(12):
             found = place(family, prompt, before)

@@ -16,7 +16,7 @@ from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, 
 
 import keepsight as ks
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import Filling, QueryRows
+from keepsight.core.kernels.attention import QueryRows, RowPadding
 from keepsight.scheduler import Together
 
 pytestmark = pytest.mark.tries_anew
@@ -38,7 +38,7 @@ def picky(multiple: int, widths: tuple[int, ...] = ()) -> Any:
     return run
 
 
-def fillings(vlm: ks.VLM) -> set[Filling | None]:
+def fillings(vlm: ks.VLM) -> set[RowPadding | None]:
     kernels = vlm.runtime.finding.kernels
     assert kernels is not None
     return set(kernels.query_rows.fillings.values())
@@ -54,7 +54,7 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
     model, processor = build(kind)
     with by_the_model(), ks.wrap(model, processor) as vlm:
         assert vlm.stats()["engine"]["any_cut"]
-        assert fillings(vlm) == {Filling(multiple)}
+        assert fillings(vlm) == {RowPadding(multiple)}
         wanted = [logits(vlm, some_ids(count)) for count in (40, 507)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
         assert vlm.verify(CHATS[0]).equal
@@ -67,7 +67,7 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
         assert any(step.ran for step in steps(vlm).values()), steps(vlm)
     with ks.wrap(model, processor, store=tmp_path) as vlm:  # what was found is in the store
         assert vlm.chat(CHATS[0], **GREEDY).tokens == alone[0]
-        assert fillings(vlm) == {Filling(multiple)}
+        assert fillings(vlm) == {RowPadding(multiple)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -117,7 +117,7 @@ def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "_plain", picky(32, widths=(64,)))
     rows = QueryRows()
     wide, narrow = rows.of((4, 2, 64, torch.float32)), rows.of((4, 2, 16, torch.float32))
-    assert wide == Filling(32) and narrow is not None
+    assert wide == RowPadding(32) and narrow is not None
     calls: list[tuple[int, int]] = []
     plain = attention._plain
 

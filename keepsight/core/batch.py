@@ -41,7 +41,7 @@ class TokenSampler(Protocol):
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SequenceStates:
     """Where the states of one sequence are: a row in some layers."""
 
     layers: Sequence[CacheLayer]
@@ -58,14 +58,14 @@ class _Source:
         return layer.keys[self.row, :, first:], layer.values[self.row, :, first:]
 
 
-class _Seats(LaneLayer):
+class _BatchedLayer(LaneLayer):
     """A full-attention layer of several sequences, with free rows behind the rows in use."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
         self._all = keys, values
 
-    def seat(self, rows: int, length: int) -> None:
+    def use_rows(self, rows: int, length: int) -> None:
         """Use the first `rows` rows in the next steps."""
         keys, values = self._all
         self.hold(keys[:rows], values[:rows], length)
@@ -86,7 +86,7 @@ class Batch:
         self._model, self._family = model, family
         self.runs: list[Run] = []
         self.length = 0  # columns in use
-        self.columns = self.seats = 0  # allocated
+        self.columns = self.capacity = 0  # allocated
         self.copies = 0  # how often all rows were copied
         self._lengths: list[int] = []
         self._beside: list[int] = []
@@ -118,7 +118,7 @@ class Batch:
         came = [_on_lane(run) for run in runs]
         count = len(self.runs) + len(runs)
         longest = max(source.length for source in came)
-        fits = count <= self.seats and self.length + min(room, _ROUND) <= self.columns
+        fits = count <= self.capacity and self.length + min(room, _ROUND) <= self.columns
         if fits and longest <= self.length:
             for row, source in enumerate(came, len(self.runs)):
                 self._put(row, source)
@@ -182,16 +182,19 @@ class Batch:
                 restore_linear(layer, what, number, state[source.row : source.row + 1])
         lane.length = end
 
-    def _sources(self) -> list[_Source]:
+    def _sources(self) -> list[_SequenceStates]:
         both = zip(self._lengths, self._beside, strict=True)
         # Copy the list: its layers are replaced while rows move.
         layers = list(self.cache.layers)
-        return [_Source(layers, row, length, beside) for row, (length, beside) in enumerate(both)]
+        return [
+            _SequenceStates(layers, row, length, beside)
+            for row, (length, beside) in enumerate(both)
+        ]
 
     def _note(
         self,
         runs: Iterable[Run],
-        came: Sequence[_Source],
+        came: Sequence[_SequenceStates],
         seen: list[dict[str, torch.Tensor]] | None = None,
     ) -> None:
         runs = list(runs)
@@ -209,41 +212,41 @@ class Batch:
 
     # -- layout -----------------------------------------------------------------------------------
 
-    def _put(self, row: int, source: _Source) -> None:
+    def _put(self, row: int, source: _SequenceStates) -> None:
         for index, layer in enumerate(self.cache.layers):
-            if isinstance(layer, _Seats):
+            if isinstance(layer, _BatchedLayer):
                 layer.put(row, self.length, *source.tail(index))
 
-    def _lay(self, sources: Sequence[_Source], seats: int, room: int) -> None:
+    def _lay(self, sources: Sequence[_SequenceStates], capacity: int, room: int) -> None:
         """Copy all rows into larger buffers. If that fails, everything stays as it is."""
-        before = self.length, self.columns, self.seats
+        before = self.length, self.columns, self.capacity
         self.copies += 1
         self.length = max(source.length for source in sources)
         self.columns = -(-(self.length + max(1, room)) // _ROUND) * _ROUND
-        self.seats = 1 << (seats - 1).bit_length() if self.runs else seats
+        self.capacity = 1 << (capacity - 1).bit_length() if self.runs else capacity
         try:
             layers = list(self.cache.layers)
             for index, layer in enumerate(sources[0].layers):
                 if isinstance(layer, LaneLayer) and not isinstance(layer, CrossLayer):
-                    layers[index] = self._seated(index, sources)
+                    layers[index] = self._batched_layer(index, sources)
             self._rearrange(sources, layers)
         except BaseException:
-            self.length, self.columns, self.seats = before
+            self.length, self.columns, self.capacity = before
             raise
 
-    def _seated(self, index: int, sources: Sequence[_Source]) -> _Seats:
+    def _batched_layer(self, index: int, sources: Sequence[_SequenceStates]) -> _BatchedLayer:
         """A full-attention layer of all sequences, in new buffers."""
         keys, values = sources[0].layers[index].keys, sources[0].layers[index].values
         rooms = (
-            x.new_zeros(self.seats, x.shape[1], self.columns, x.shape[3]) for x in (keys, values)
+            x.new_zeros(self.capacity, x.shape[1], self.columns, x.shape[3]) for x in (keys, values)
         )
-        layer = _Seats(*rooms)
+        layer = _BatchedLayer(*rooms)
         for row, source in enumerate(sources):
             layer.put(row, self.length, *source.tail(index))
         return layer
 
     def _rearrange(
-        self, sources: Sequence[_Source], layers: list[CacheLayer] | None = None
+        self, sources: Sequence[_SequenceStates], layers: list[CacheLayer] | None = None
     ) -> None:
         """Rebuild the states that have exactly one row per sequence and no free rows."""
         fresh = DynamicCache(config=self._model.config).layers
@@ -252,11 +255,11 @@ class Batch:
             theirs = sources[0].layers[index]
             if isinstance(theirs, CrossLayer):
                 layers[index] = _cross(index, sources)
-            elif not isinstance(layer, _Seats) and not isinstance(theirs, DummyLayer):
+            elif not isinstance(layer, _BatchedLayer) and not isinstance(theirs, DummyLayer):
                 layers[index] = _fixed(fresh[index], index, sources, self.length)
         for layer in layers:  # assigned last: nothing below can fail
-            if isinstance(layer, _Seats):
-                layer.seat(len(sources), self.length)
+            if isinstance(layer, _BatchedLayer):
+                layer.use_rows(len(sources), self.length)
         self.cache.layers = layers
 
     def _follow(self) -> None:
@@ -313,10 +316,10 @@ class Batch:
             steps += 1
 
 
-def _on_lane(run: Run) -> _Source:
+def _on_lane(run: Run) -> _SequenceStates:
     lane = run.lane
     beside = max((layer.length for layer in lane.cross), default=0)
-    return _Source(lane.cache.layers, 0, lane.length, beside)
+    return _SequenceStates(lane.cache.layers, 0, lane.length, beside)
 
 
 def _linear(layer: CacheLayer) -> Iterable[tuple[str, int, torch.Tensor]]:
@@ -327,7 +330,7 @@ def _linear(layer: CacheLayer) -> Iterable[tuple[str, int, torch.Tensor]]:
                 yield what, number, state
 
 
-def _cross(index: int, sources: Sequence[_Source]) -> CrossLayer:
+def _cross(index: int, sources: Sequence[_SequenceStates]) -> CrossLayer:
     """Cross-attention states of several sequences, aligned at the left; padding is masked."""
     layer = CrossLayer()
     longest = max(source.beside for source in sources)
@@ -360,7 +363,9 @@ def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def _fixed(layer: CacheLayer, index: int, sources: Sequence[_Source], length: int) -> CacheLayer:
+def _fixed(
+    layer: CacheLayer, index: int, sources: Sequence[_SequenceStates], length: int
+) -> CacheLayer:
     """Put sliding, convolution and recurrent states side by side in a new layer."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         tails = [source.tail(index) for source in sources]

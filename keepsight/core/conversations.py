@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from keepsight.core.control_tokens import Rendered
 from keepsight.core.encodings import Encodings, TenantEncodings
-from keepsight.core.latest import Latest
+from keepsight.core.latest import RecentEntries
 from keepsight.core.lengths import characters
 from keepsight.core.messages import listed, parse_message
 from keepsight.core.template import ChatTemplate
@@ -58,7 +58,7 @@ class EarlierPrompts:
     """The latest prompts of all tenants: messages, texts and ids."""
 
     def __init__(self) -> None:
-        self.texts, self.conversations = Encodings(), Latest[Conversation]()
+        self.texts, self.conversations = Encodings(), RecentEntries[Conversation]()
 
     def of(self, tenant: str) -> TenantPrompts:
         """The prompts of one tenant."""
@@ -79,7 +79,7 @@ class TenantPrompts:
 
     tenant: str
     texts: TenantEncodings
-    conversations: Latest[Conversation]
+    conversations: RecentEntries[Conversation]
 
     def read(self, messages: object, template: ChatTemplate) -> ReadConversation:
         """Read a conversation; parse only messages that were added."""

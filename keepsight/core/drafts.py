@@ -6,8 +6,8 @@ the tokens that followed there are the guess. They go into the pass behind the c
 Sampling then proceeds token by token. As long as it chooses the guessed token, the next logits are
 already there. Wrong guesses are removed from the lane.
 
-A pass over several tokens may cost more than a step. `Costs` measures both, and how often guesses
-are right, while answers run. From that it decides how many tokens to guess, possibly none.
+A pass over several tokens may cost more than a step. `PassCosts` measures both, and how often
+guesses are right, while answers run. From that it decides how many tokens to guess, possibly none.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Rewindable(Protocol):
 
 
 @dataclass
-class Tally:
+class DraftCounts:
     """How many tokens were guessed, and how many of the guesses were right."""
 
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: DraftCounts) -> None:
         """Add the counts of another tally."""
         self.drafted_tokens += other.drafted_tokens
         self.accepted_tokens += other.accepted_tokens
 
 
-class Answers:
+class EarlierAnswers:
     """Earlier answers by tenant, each with the end of its prompt, in one array of ids; and the
     latest prompts as texts."""
 
@@ -107,7 +107,7 @@ _EMPTY = np.empty(0, np.int64)
 _BREAK = np.full(1, NOTHING, np.int64)
 
 
-class Costs:
+class PassCosts:
     """What passes over n tokens cost, and how often guesses are right."""
 
     def __init__(self) -> None:
@@ -190,10 +190,10 @@ class Drafts:
     lane: Rewindable
     ids: np.ndarray  # its prompt, NOTHING in place of pictures
     earlier: np.ndarray
-    costs: Costs
+    costs: PassCosts
     most: int  # tokens that may follow the prompt
     tenant: str
-    tally: Tally
+    tally: DraftCounts
     _count: int = 0  # tokens chosen after the prompt
     _pending: _Pending | None = None
     _balance: float = 0.0  # seconds that guesses have saved, or lost

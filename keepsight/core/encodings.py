@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.latest import Latest
+from keepsight.core.latest import RecentEntries
 
 LEAST = 512  # characters; shorter texts are tokenized whole
 _AGAIN = 2  # how many seams before the end of the common part tokenizing starts again
@@ -89,7 +89,7 @@ class Seams:
         return found
 
 
-class Encodings(Latest[EncodedText]):
+class Encodings(RecentEntries[EncodedText]):
     """The latest texts, and the tokenizers whose texts may be cut.
 
     Thread-safe if each thread has its own tokenizer.

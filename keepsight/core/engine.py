@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
-from keepsight.core.drafts import Answers, Costs, Drafts, Tally, words_of
+from keepsight.core.drafts import DraftCounts, Drafts, EarlierAnswers, PassCosts, words_of
 from keepsight.core.kernels.passes import Kernels, running
 from keepsight.core.lanes import Lanes, restore, shared
 from keepsight.core.placement import Placement
@@ -85,7 +85,7 @@ class Engine:
         self.shape = shape
         self.prefill_tokens = 0
         self.decode_steps = 0
-        self.answers, self.costs, self.tally = Answers(), Costs(), Tally()
+        self.answers, self.costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
         self.guessing = True
         self.kernels: Kernels | None = None  # the current kernels that make any cut exact
         self._patterns: dict[str, Record] = {}  # by namespace
@@ -272,7 +272,7 @@ class Engine:
                 share = cost * (end - run.node.end) / (stop - begin)
                 self._remember(run, end, logits if end == len(run.prompt) else None, share)
 
-    def guess(self, run: Run, tenant: str, most: int, tally: Tally) -> None:
+    def guess(self, run: Run, tenant: str, most: int, tally: DraftCounts) -> None:
         """Guess tokens while this sequence decodes, if passes over several tokens are exact."""
         family, length = self._family, run.lane.length
         exact = run.kernels is not None and not self.shape.has_states  # these are not taken back

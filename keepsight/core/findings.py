@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from keepsight import digests
-from keepsight.core.kernels.attention import FILLINGS, Filling, Heads, QueryRows
+from keepsight.core.kernels.attention import ROW_PADDINGS, Heads, QueryRows, RowPadding
 from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
@@ -60,7 +60,7 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
         packing, why = _rules(note["packing"]), _text(note["why"])
         if why:
             return Noted(Finding(None, why), packing)
-        query_rows = QueryRows(bool(note["windows"]), _fillings(note["heads"]))
+        query_rows = QueryRows(bool(note["windows"]), _paddings(note["heads"]))
         kernels = Kernels(Linears(packed), query_rows, in_graphs=bool(note["in graphs"]))
         kernels.linears.rows.update(_rules(note["rows"]))
         names = tuple(_text(one) for one in note["names"])
@@ -108,13 +108,13 @@ def _rules(lines: list[list[object]]) -> Rules:
     return found
 
 
-def _fillings(lines: list[list[object]]) -> dict[Heads, Filling]:
+def _paddings(lines: list[list[object]]) -> dict[Heads, RowPadding]:
     found = {}
     for heads, keys, width, dtype, step, apart in lines:
-        how = Filling(_count(step), apart is True)
+        how = RowPadding(_count(step), apart is True)
         found[_count(heads), _count(keys), _count(width), _DTYPES[str(dtype)]] = how
-        if how not in FILLINGS:
-            raise ValueError(f"{how} is no filling")
+        if how not in ROW_PADDINGS:
+            raise ValueError(f"{how} is no padding")
     return found
 
 

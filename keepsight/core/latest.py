@@ -23,7 +23,7 @@ class Remembered(Protocol):
 T = TypeVar("T", bound=Remembered)
 
 
-class Latest(Generic[T]):
+class RecentEntries(Generic[T]):
     """A bounded, thread-safe list of entries."""
 
     def __init__(self) -> None:

@@ -191,7 +191,7 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
         node: Node | None = turn.match.node
     finally:
         turn.finish()
-    while node is not None and node.parent is not None and not _stood_on(node):
+    while node is not None and node.parent is not None and not _has_dependents(node):
         above = node.parent
         freed += int(runtime.tree.forget(node))
         path[node.digest] = None
@@ -199,7 +199,7 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
     return freed
 
 
-def _stood_on(node: Node) -> bool:
+def _has_dependents(node: Node) -> bool:
     """Whether another entry depends on this snapshot."""
     return any(child.rows.tier or child.on_disk for child in node.children.values())
 
@@ -267,7 +267,7 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
 # -- only looking ----------------------------------------------------------------------------------
 
 
-def foresee(runtime: Runtime, messages: list[Message], call: Call) -> Report:
+def predict_report(runtime: Runtime, messages: list[Message], call: Call) -> Report:
     """The report that a call would give. The model does not run, no entry moves between tiers or
     becomes fresher, and an unknown picture stays unknown."""
 
@@ -281,4 +281,4 @@ def foresee(runtime: Runtime, messages: list[Message], call: Call) -> Report:
     def render() -> Prompt:
         return runtime.render(messages, call, name=name)
 
-    return _turn(runtime, call, render).foresee()
+    return _turn(runtime, call, render).predict_report()

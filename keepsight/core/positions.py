@@ -17,7 +17,7 @@ from keepsight.prefix.prompt import Prompt
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PromptPositions:
     """What positions depend on in a prompt, and its positions."""
 
     ids: np.ndarray
@@ -26,7 +26,7 @@ class Placed:
     positions: torch.Tensor
 
 
-def place(family: Family, prompt: Prompt, before: Placed | None) -> Placed:
+def place(family: Family, prompt: Prompt, before: PromptPositions | None) -> PromptPositions:
     """The positions of a prompt: counted on from `before` if only text was added, otherwise from
     the family."""
     ids, types, grids = prompt.ids, prompt.types, prompt.grids
@@ -35,10 +35,10 @@ def place(family: Family, prompt: Prompt, before: Placed | None) -> Placed:
         positions = _counted_on(family, prompt, before)
     if positions is None:
         positions = family.positions(ids, types, grids)
-    return Placed(ids, types, grids, positions)
+    return PromptPositions(ids, types, grids, positions)
 
 
-def _counted_on(family: Family, prompt: Prompt, before: Placed) -> torch.Tensor | None:
+def _counted_on(family: Family, prompt: Prompt, before: PromptPositions) -> torch.Tensor | None:
     start, end = len(before.ids), len(prompt.ids)
     if start > end or not start or before.types[-1] or prompt.types[start:].any():
         return None

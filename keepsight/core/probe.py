@@ -91,7 +91,7 @@ def settle(
     except Exception as error:  # a foreign model or processor may raise anything
         raise UnsupportedModel(
             f"model type {kind!r} is not one that tests have shown exact, and it could not be "
-            f"tried: {error if isinstance(error, _CannotAsk) else in_words(error)}; use it with "
+            f"tried: {error if isinstance(error, _CannotTry) else in_words(error)}; use it with "
             "Transformers alone"
         ) from error
     _refuse_blind(kind, cases)
@@ -159,7 +159,7 @@ def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
             yield _Case(name, inputs, _stock(model, inputs))
 
 
-class _CannotAsk(Exception):
+class _CannotTry(Exception):
     """Why a model could not be tried, in words for its user."""
 
 
@@ -168,14 +168,14 @@ def _asking(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a foreign model or processor may raise anything
-        raise _CannotAsk(f"{what} ({in_words(error)})") from error
+        raise _CannotTry(f"{what} ({in_words(error)})") from error
 
 
 def _in_prompt(processor: Processor) -> str:
     """Text for a picture in a prompt: the image token, framed as the chat template frames it."""
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or not token:
-        raise _CannotAsk(
+        raise _CannotTry(
             f"its {type(processor).__name__} names no image token, so pictures have no place of "
             "their own in a prompt"
         )

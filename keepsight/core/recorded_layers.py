@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import BLOCK, Filling, QueryRows, Room
+from keepsight.core.kernels.attention import BLOCK, LaneBuffers, QueryRows, RowPadding
 from keepsight.core.kernels.delta import BLOCK as RULE_BLOCK
 from keepsight.core.kernels.delta import GRID, DeltaHeads, OpenSequence, PlacedSequence
 from keepsight.core.kernels.passes import attention_here
@@ -80,7 +80,7 @@ def blocks_of(lane: Lane) -> int:
 # -------------------------------------------------------------------------------
 
 
-def given_to(
+def step_inputs(
     runs: Sequence[Decoded], tokens: Tokens, names: Collection[Name], copied: bool
 ) -> Given:
     """The inputs of a step; with `copied`, states that it writes into are copies."""
@@ -170,7 +170,7 @@ class _Seen:
     layer: int
     group: int
     dtype: torch.dtype
-    filling: Filling
+    filling: RowPadding
 
 
 def _mask(
@@ -210,7 +210,7 @@ class Scratch:
             POSITIONS: positions.new_zeros(*positions.shape[:-2], rows, count)
             + torch.arange(place, place + count),
         }
-        rooms = _rooms(layers)
+        rooms = _scratch_buffers(layers)
         groups = {
             (heads // keys, dtype, filling)
             for (heads, keys, _, dtype), filling in query_rows.fillings.items()
@@ -222,7 +222,7 @@ class Scratch:
             _add_row(self.given, row, layers, rooms, place, count, masks)
         if mixers:
             self.given[_ROWS] = torch.arange(count) + place % _SCRATCH_ROWS
-        self.attending = _Attending(self.given, rows, sights, query_rows)
+        self.attending = _RecordedAttention(self.given, rows, sights, query_rows)
         self.layers: list[_Layer | _Mixer] = [
             _Layer(index, layers[index], self.given, rows, claimed)
             if index in layers
@@ -231,7 +231,9 @@ class Scratch:
         ]
 
 
-def _rooms(layers: Mapping[int, LaneLayer]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _scratch_buffers(
+    layers: Mapping[int, LaneLayer],
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Buffers of two blocks; layers of one kind share a buffer."""
     memory: dict[tuple[object, ...], torch.Tensor] = {}
 
@@ -306,7 +308,7 @@ class _Mixer(MixerLayer):
         self._given[_NEXT, 0, self._index].copy_(inputs)
 
 
-class _Attending:
+class _RecordedAttention:
     """Attention over the buffers and masks that each step is given."""
 
     def __init__(
@@ -316,7 +318,7 @@ class _Attending:
         self._query_rows = query_rows
         self._noted: dict[int, tuple[torch.Tensor, torch.Tensor, _Layer]] = {}
 
-    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
+    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
         """Note the layer of these keys and values."""
         if isinstance(layers[0], _Layer):
             self._noted[id(keys)] = keys, values, layers[0]

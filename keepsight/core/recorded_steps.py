@@ -95,7 +95,7 @@ def _step(
             _record(model, kernels, runs, count, known)
             return by_model()
         looked_at = known.agreed < _CHECKED
-        given = recorded_layers.given_to(runs, tokens, known.names, copied=looked_at)
+        given = recorded_layers.step_inputs(runs, tokens, known.names, copied=looked_at)
         found = known.run(given)
     except Exception as error:  # a foreign model may raise anything
         known.give_up(str(error))

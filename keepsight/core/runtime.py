@@ -57,7 +57,7 @@ HOST_BUDGET = "4GiB"  # for entries evicted from an accelerator
 
 
 @dataclass(frozen=True)
-class Made:
+class SnapshotOrigin:
     """The conditions under which a namespace's snapshots were made, and their tenant."""
 
     weights: str
@@ -116,7 +116,9 @@ class Runtime:
         self._quantised.check()
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._made_of: tuple[tuple[object, ...], str] = ((), "")  # state last seen, its digest
-        self.made_under: dict[str, Made] = {}  # by namespace, to explain why a path is missing
+        self.made_under: dict[
+            str, SnapshotOrigin
+        ] = {}  # by namespace, to explain why a path is missing
 
     def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:
         """A runtime with the same model, settings and lock, and nothing remembered."""
@@ -277,7 +279,7 @@ class Runtime:
         how = "exact" if exact else "with decoded state"
         namespace = digests.digest("namespace", making, self.rule.record(), how, tenant)
         if namespace not in self.made_under:
-            self.made_under[namespace] = Made(weights.all, tenant)
+            self.made_under[namespace] = SnapshotOrigin(weights.all, tenant)
             # A private fingerprint would never be found in a store again.
             store = None if weights.is_private else self.store_of(tenant)
             self.tree.root(namespace, tenant, store)

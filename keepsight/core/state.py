@@ -20,7 +20,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.core.lane_layer import CrossLayer, LaneLayer, WindowLayer
 from keepsight.core.lane_mixer import MixerLayer
-from keepsight.core.positions import Placed
+from keepsight.core.positions import PromptPositions
 from keepsight.errors import UnsupportedModel
 from keepsight.formats.package import storage_bytes
 from keepsight.kinds import CacheLayer, Record
@@ -136,7 +136,7 @@ class Lane:
         self.length = self._start = 0
         self.marks: list[tuple[int, Node]] = []  # (end, node): tree nodes that are completely here
         self.busy = False
-        self.placed: Placed | None = None  # the last prompt it held, with its positions
+        self.placed: PromptPositions | None = None  # the last prompt it held, with its positions
 
     @property
     def full(self) -> list[LaneLayer]:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from keepsight.core.drafts import Tally
+from keepsight.core.drafts import DraftCounts
 from keepsight.core.engine import Run
 from keepsight.core.explain import Findings, Origin, explain
 from keepsight.core.runtime import Runtime
@@ -52,7 +52,7 @@ class Turn:
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
         self._run: Run | None = None
-        self._tally = Tally()
+        self._tally = DraftCounts()
         self._first: float | None = None
         self._reached: Node | None = None
         self._waiting: Node | None = None  # held for the match until a run takes it over
@@ -116,7 +116,7 @@ class Turn:
             self._find()
         self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
 
-    def foresee(self) -> Report:
+    def predict_report(self) -> Report:
         """The report of steps 1 and 2; nothing is held, loaded or made fresher."""
         self._name()
         with self._stage("match"):

@@ -185,7 +185,7 @@ class Intake:
         order.forget()
         with vlm.runtime.lock:
             turn = Turn(vlm.runtime, order.current, {}, call.exact, tenant=call.tenant)
-            return turn.foresee()
+            return turn.predict_report()
 
     def named(self, messages: list[Message], tenant: str, learn: bool) -> list[Message]:
         """The messages with their media named, in this thread; `learn` remembers the names for

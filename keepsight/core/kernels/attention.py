@@ -32,12 +32,15 @@ Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width an
 
 
 @dataclass(frozen=True)
-class Filling:
+class RowPadding:
     """Pads rows of queries to a multiple of `step`. With `apart`, each `step` rows are one sequence
     of a batch, so the kernel always sees the same number of rows."""
 
     step: int = 4
     apart: bool = False
+
+    def __str__(self) -> str:
+        return f"Filling(step={self.step}, apart={self.apart})"  # in namespaces, also on disk
 
     def fill(self, rows: int) -> int:
         """The smallest allowed number of rows that holds `rows`."""
@@ -50,11 +53,14 @@ def heads_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Hea
     return query.shape[1], key.shape[1], width, query.dtype
 
 
-USUAL = Filling()
-FILLINGS = (*map(Filling, (4, 8, 16, 32, 64)), *(Filling(step, True) for step in (16, 8, 32, 4)))
+USUAL = RowPadding()
+ROW_PADDINGS = (
+    *map(RowPadding, (4, 8, 16, 32, 64)),
+    *(RowPadding(step, True) for step in (16, 8, 32, 4)),
+)
 
 
-class Room(Protocol):
+class LaneBuffers(Protocol):
     """A layer of a lane: buffers of whole blocks, with `length` rows filled."""
 
     length: int
@@ -66,13 +72,13 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _NotedKeys:
+class _BufferedKeys:
     """Keys and values that a layer returned. They identify the buffers that a call of attention
     reads, also if a later layer shares them (Gemma 4)."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    layers: Sequence[Room]
+    layers: Sequence[LaneBuffers]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +97,7 @@ def plain(
     value: torch.Tensor,
     mask: torch.Tensor,
     scale: float | None,
-    filling: Filling,
+    filling: RowPadding,
 ) -> torch.Tensor:
     """Torch's own kernel, over whole blocks of keys and padded rows."""
     _, heads, count, width = query.shape
@@ -114,10 +120,10 @@ def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
     return functional.pad(rows, (0, missing)) if missing else rows
 
 
-class Attending(Protocol):
+class AttentionFunction(Protocol):
     """Computes attention in our passes."""
 
-    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
+    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
         """Note the buffers of the keys and values that the next attention call reads."""
 
     def __call__(
@@ -137,15 +143,15 @@ class QueryRows:
     whether layers see the last keys only."""
 
     def __init__(
-        self, windows: bool = False, fillings: Mapping[Heads, Filling | None] | None = None
+        self, windows: bool = False, fillings: Mapping[Heads, RowPadding | None] | None = None
     ) -> None:
         self.windows = windows
-        self.fillings: dict[Heads, Filling | None] = dict(fillings or {})
+        self.fillings: dict[Heads, RowPadding | None] = dict(fillings or {})
 
-    def of(self, heads: Heads) -> Filling | None:
+    def of(self, heads: Heads) -> RowPadding | None:
         """The padding for a kind, or None if no padding makes rows independent."""
         if heads not in self.fillings:
-            self.fillings[heads] = _filling_of(heads, self.windows)
+            self.fillings[heads] = _padding_for(heads, self.windows)
         return self.fillings[heads]
 
 
@@ -154,12 +160,12 @@ class Attention:
 
     def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
         self._query_rows, self._doubts = query_rows, doubts
-        self._held: dict[int, _NotedKeys] = {}
+        self._held: dict[int, _BufferedKeys] = {}
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
-    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
+    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
         """Note the buffers of the keys and values that the next attention call reads."""
-        self._held[id(keys)] = _NotedKeys(keys, values, layers)
+        self._held[id(keys)] = _BufferedKeys(keys, values, layers)
 
     def __call__(
         self,
@@ -218,7 +224,7 @@ class Attention:
         mask: torch.Tensor | None,
         sees_all: bool,
         scale: float | None,
-        filling: Filling,
+        filling: RowPadding,
     ) -> torch.Tensor:
         _, heads, count, width = query.shape
         group = heads // keys.shape[1]
@@ -279,7 +285,7 @@ def _make_mask(
         values = torch.zeros(stop - start, end, dtype=dtype)
         values.masked_fill_(places[None] >= behind[:, None], float("-inf"))
     else:
-        values, begin, end = _of_given(given, start, stop, length, dtype)
+        values, begin, end = _numeric_mask(given, start, stop, length, dtype)
     values = values.repeat(group, 1)
     if missing := -len(values) % step:
         values = functional.pad(values, (0, 0, 0, missing))
@@ -291,7 +297,7 @@ def _behind(first: int, length: int) -> torch.Tensor:
     return (torch.arange(length) >= first)[None, None, None]
 
 
-def _of_given(
+def _numeric_mask(
     given: torch.Tensor, start: int, stop: int, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, int, int]:
     """A mask made by the model, as numbers over whole blocks, and the range of keys it covers."""
@@ -310,7 +316,7 @@ def _of_given(
     return rows[:, begin:end].contiguous(), begin, end
 
 
-def _filling_of(heads: Heads, windows: bool) -> Filling | None:
+def _padding_for(heads: Heads, windows: bool) -> RowPadding | None:
     """The padding that makes rows of this kind independent of neighbouring rows and of the lane's
     length: tried in one call, in pieces and one by one. With `windows` also for rows that see the
     last keys only."""
@@ -326,7 +332,7 @@ def _filling_of(heads: Heads, windows: bool) -> Filling | None:
 
     # Products cancel except for rounding.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
-    for filling in FILLINGS:
+    for filling in ROW_PADDINGS:
         rows = QueryRows(windows, {heads: filling})
         if all(
             _pieces_are_equal(query, key, value, seen, rows)
@@ -343,14 +349,16 @@ def _pieces_are_equal(
     window: int | None,
     rows: QueryRows,
 ) -> bool:
-    wanted = _over(query, key, value, 0, _TRIED, window, rows)
+    wanted = _attend_some(query, key, value, 0, _TRIED, window, rows)
     return all(
-        torch.equal(_over(query, key, value, start, stop, window, rows), wanted[:, :, start:stop])
+        torch.equal(
+            _attend_some(query, key, value, start, stop, window, rows), wanted[:, :, start:stop]
+        )
         for start, stop in _PIECES
     )
 
 
-def _over(
+def _attend_some(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

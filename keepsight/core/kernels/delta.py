@@ -44,7 +44,7 @@ class GridState:
 
 
 @dataclass(eq=False)
-class _Asked:
+class _ChunkReads:
     """What rows of chunks read: from the keys of their chunk, and from the state before it."""
 
     system: torch.Tensor  # what they subtract of earlier rows' writes; ones on the diagonal
@@ -125,7 +125,7 @@ class OpenSequence:
         total = self._total(self._room)[0]
         keys = _keys(heads, self._room[block], 1, BLOCK)
         self._keys[:, block] = keys[0]
-        asked = _ask(
+        asked = _chunk_reads(
             *(heads, self._room[block], asking, keys, self._keys[None], total[None], start, BLOCK)
         )
         read = asked.readers[0] @ self.state
@@ -156,7 +156,7 @@ class OpenSequence:
         asking = queries.new_zeros(chunks * GRID, queries.shape[1])
         asking[before:count] = queries
         total, keys = self._total(whole), _keys(heads, whole, chunks, GRID)
-        asked = _ask(heads, whole, asking, keys, keys, total, 0, GRID)
+        asked = _chunk_reads(heads, whole, asking, keys, keys, total, 0, GRID)
         found, states = torch.empty_like(asked.values), {}
         for chunk in range(chunks):
             first = chunk * GRID
@@ -223,7 +223,7 @@ def _keys(heads: DeltaHeads, rows: torch.Tensor, chunks: int, size: int) -> torc
     return keys.repeat_interleave(heads.values // heads.keys, dim=1)
 
 
-def _ask(
+def _chunk_reads(
     heads: DeltaHeads,
     rows: torch.Tensor,
     queries: torch.Tensor,
@@ -232,7 +232,7 @@ def _ask(
     total: torch.Tensor,
     start: int,
     size: int,
-) -> _Asked:
+) -> _ChunkReads:
     """What `size` rows of each chunk from `start` on read, among all keys of the chunk."""
     chunks = len(among)
     _, values, _, rates = rows.split(heads.parts, dim=1)
@@ -244,7 +244,7 @@ def _ask(
     between = (own - total[..., None, :]).masked_fill(ahead, float("-inf")).exp()
     both = torch.cat([keys * rate, query], dim=-2)
     found, since = both @ among.transpose(-1, -2), own.exp().repeat(1, 1, 2, 1)
-    return _Asked(
+    return _ChunkReads(
         found[..., :size, :] * between,
         found[..., size:, :] * between,
         both * since,

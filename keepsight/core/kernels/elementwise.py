@@ -17,18 +17,18 @@ _FEW = 16384  # from this many numbers on, all threads share a GELU
 _WHOLE = 64  # numbers per one or two vector instructions, for any dtype
 
 
-def evenly(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+def in_whole_vectors(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
     """Call a function of rows, padded so that vector instructions compute every number. A remainder
     would be computed one by one, with other bits."""
     count, width = inputs[0].shape
-    missing = _fill(count, width, torch.get_num_threads()) - count
+    missing = _rows_without_remainder(count, width, torch.get_num_threads()) - count
     if missing:
         inputs = tuple(functional.pad(one, (0, 0, 0, missing)) for one in inputs)
     # Numbers that are not contiguous are computed one by one, all of them.
     return function(*(one.contiguous() for one in inputs))[:count]
 
 
-def _fill(count: int, width: int, threads: int) -> int:
+def _rows_without_remainder(count: int, width: int, threads: int) -> int:
     """The next number of rows that threads can share without a remainder."""
     while True:
         sharing = max(1, min(threads, -(-count * width // _GRAIN)))

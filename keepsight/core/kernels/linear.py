@@ -41,7 +41,7 @@ class Rows:
 
     def fill(self, rows: int) -> int:
         """The smallest usable number of rows for one call."""
-        found: int = _filled(self.least, self.step, rows)
+        found: int = _padded(self.least, self.step, rows)
         return found
 
     @property
@@ -61,7 +61,7 @@ class Rows:
 
 
 @functools.cache
-def _filled(least: int, step: int, rows: int) -> int:
+def _padded(least: int, step: int, rows: int) -> int:
     return min(c for c in COUNTS if c >= max(least, rows) and c % step == 0)
 
 
@@ -88,7 +88,7 @@ class Linears:
         self.doubts: list[str] = []
         self.is_watched = False  # whether to check that inputs stay unchanged
         self._packed = packed
-        self._held: _NotAsked | None = None
+        self._held: _NotCalledYet | None = None
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -143,7 +143,7 @@ class Linears:
         pieces = known.split(self._run(known, input, weight, known.bias))
         found = pieces.pop(id(weight))
         copy = input.clone() if self.is_watched else None
-        self._held = _NotAsked(known, input, pieces, copy)
+        self._held = _NotCalledYet(known, input, pieces, copy)
         return found
 
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Linears:
 
 
 @dataclass(frozen=True)
-class _NotAsked:
+class _NotCalledYet:
     """Results of layers that were not called yet."""
 
     packed: Packed
@@ -285,7 +285,7 @@ def rows_of(shape: Shape) -> Rows | None:
     """Numbers of rows that give equal bits for a shape of linear layer here, or None."""
     out, width, dtype, biased, kernel = shape
     generator = torch.Generator().manual_seed(out * 31 + width)
-    weight, inputs = _telling(out, width, dtype, generator)
+    weight, inputs = _cancelling(out, width, dtype, generator)
     bias = torch.randn(out, generator=generator).mul(_TINY).to(dtype) if biased else None
     layer = torch.nn.Linear(1, 1)
     layer.weight = torch.nn.Parameter(weight)
@@ -336,7 +336,7 @@ def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
     )
 
 
-def _telling(
+def _cancelling(
     out: int, width: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and inputs whose products cancel, so that only rounding remains of a sum. Another

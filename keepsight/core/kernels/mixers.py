@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from keepsight.core.kernels import passes
 from keepsight.core.kernels.delta import DeltaHeads, GridState, OpenSequence
-from keepsight.core.kernels.elementwise import evenly
+from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.models.upstream import activation
 
 Layer = Any  # a layer of Transformers and the arguments of its call
@@ -76,14 +76,16 @@ def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerStat
     heads = DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
     each = (*hidden.shape[:2], heads.values)
     mixed, gates = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
-    rates = evenly(torch.sigmoid, module.in_proj_b(hidden).reshape(-1, 1)).view(each).float()
+    rates = (
+        in_whole_vectors(torch.sigmoid, module.in_proj_b(hidden).reshape(-1, 1)).view(each).float()
+    )
     steps = module.in_proj_a(hidden).float() + module.dt_bias
-    steps = evenly(functional.softplus, steps.reshape(-1, 1)).view(each)
+    steps = in_whole_vectors(functional.softplus, steps.reshape(-1, 1)).view(each)
     decays = -module.A_log.float().exp() * steps
     found = []
     for row, state in enumerate(states):
         inputs, last = convolve(state, mixed[row], module.conv1d)
-        inputs = evenly(activation(module.activation), inputs).float()
+        inputs = in_whole_vectors(activation(module.activation), inputs).float()
         queries, rest = inputs.split([heads.parts[0], sum(heads.parts[:2])], dim=-1)
         rows = torch.cat([rest, decays[row], rates[row]], dim=-1)
         read, at_ends = state.opened(heads).advance(queries, rows, state.ends)
@@ -91,7 +93,9 @@ def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerStat
         found.append(read.to(hidden.dtype))
     passes.note_mixer(heads)
     width = heads.value_width
-    flat = evenly(module.norm, torch.stack(found).reshape(-1, width), gates.reshape(-1, width))
+    flat = in_whole_vectors(
+        module.norm, torch.stack(found).reshape(-1, width), gates.reshape(-1, width)
+    )
     result: torch.Tensor = module.out_proj(flat.reshape(*each[:2], -1))
     return result
 
@@ -135,7 +139,7 @@ def begin(model: torch.nn.Module) -> None:
             kind.forward = _put_before(kind.forward, ours)  # type: ignore[attr-defined]
         elif (kind.__module__, kind.__qualname__) in _ACTIVATIONS:
             _begun.add(kind)
-            kind.forward = _evened(kind.forward)  # type: ignore[attr-defined]
+            kind.forward = _in_whole_vectors(kind.forward)  # type: ignore[attr-defined]
 
 
 def are_upstreams(model: torch.nn.Module, begin_state: Callable[[], MixerState]) -> bool:
@@ -176,13 +180,15 @@ def _is_upstreams(layer: Layer, ours: _Ours, state: MixerState) -> bool:
     return bool((found - wanted).abs().max() <= _OFF * wanted.abs().max())
 
 
-def _evened(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _in_whole_vectors(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(stock)
     def forward(self: Layer, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not passes.is_running():
             return stock(self, input)
         with passes.inside():
-            return evenly(functools.partial(stock, self), input.reshape(-1, 1)).view(input.shape)
+            return in_whole_vectors(functools.partial(stock, self), input.reshape(-1, 1)).view(
+                input.shape
+            )
 
     return forward
 

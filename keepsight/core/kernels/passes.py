@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from keepsight.core.kernels import attention
 from keepsight.core.kernels.delta import DeltaHeads
-from keepsight.core.kernels.elementwise import evenly
+from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Linears
 from keepsight.core.kernels.script import RecordedStep, StepSize
 
@@ -31,7 +31,7 @@ _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid
 
 
-def _as_it_is() -> None:
+def _no_preparation() -> None:
     """Nothing has to be made ready."""
 
 
@@ -45,12 +45,14 @@ class Kernels:
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
     in_graphs: bool = False  # of another runtime: torch functions stay
-    ready: Callable[[], None] = _as_it_is  # called before each pass
+    ready: Callable[[], None] = _no_preparation  # called before each pass
     warming_up: bool = False  # steps are recorded as soon as they can be: nobody waits for them
 
 
 @contextmanager
-def running(kernels: Kernels | None, recorded: attention.Attending | None = None) -> Iterator[None]:
+def running(
+    kernels: Kernels | None, recorded: attention.AttentionFunction | None = None
+) -> Iterator[None]:
     """Use these kernels for everything this thread computes meanwhile; None for torch's own. A
     recording replaces the attention."""
     if kernels is None or kernels.in_graphs:
@@ -72,7 +74,7 @@ class _Pass:
     """One pass: its kernels, and what its attention layers share."""
 
     kernels: Kernels
-    attention: attention.Attending
+    attention: attention.AttentionFunction
     inside: bool = False  # one of our kernels is running
 
 
@@ -116,7 +118,7 @@ def note_mixer(heads: DeltaHeads | None) -> None:
         call.kernels.mixers.append(heads)
 
 
-def attention_here() -> attention.Attending | None:
+def attention_here() -> attention.AttentionFunction | None:
     """The attention of the running pass, in which a layer notes its buffers; None outside."""
     call = _call()
     return None if call is None else call.attention
@@ -159,14 +161,14 @@ def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> tor
     call = None if torch.compiler.is_compiling() or out is not None else _call()
     if call is None:
         return _stock_sigmoid(input, out=out)
-    return _evened(_stock_sigmoid, input)
+    return _elementwise(_stock_sigmoid, input)
 
 
 def _sigmoid_of(self: torch.Tensor) -> torch.Tensor:
     """The method that routers call: `logits.sigmoid()`."""
     if torch.compiler.is_compiling() or _call() is None:
         return _stock_sigmoid_of(self)
-    return _evened(_stock_sigmoid_of, self)
+    return _elementwise(_stock_sigmoid_of, self)
 
 
 def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
@@ -179,12 +181,14 @@ def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
 def _ours_or_stock_silu(input: torch.Tensor, inplace: bool) -> torch.Tensor:
     if torch.compiler.is_compiling() or inplace or _call() is None:
         return _stock_silu(input, inplace)
-    return _evened(_stock_silu, input)
+    return _elementwise(_stock_silu, input)
 
 
-def _evened(function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
+def _elementwise(
+    function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor
+) -> torch.Tensor:
     with inside():
-        return evenly(function, input.reshape(-1, 1)).view(input.shape)
+        return in_whole_vectors(function, input.reshape(-1, 1)).view(input.shape)
 
 
 def _grouped(

@@ -290,7 +290,7 @@ def _live(
     operations: list[Operation], result: Slot, given: set[Slot], weights: set[Slot]
 ) -> list[Operation]:
     """The operations on which the result or an input depends."""
-    whole = _Memories()
+    whole = _BufferReuse()
     for one in operations:
         whole.join(one)
     live = {whole.of(slot) for slot in (result, *given)}
@@ -308,7 +308,7 @@ def _live(
     return found[::-1]
 
 
-class _Memories:
+class _BufferReuse:
     """Groups tensors that may share memory."""
 
     def __init__(self) -> None:
