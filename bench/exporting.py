@@ -23,7 +23,7 @@ from rich.table import Table
 
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.export.graphs.making import export
+from keepsight.export.graphs.exporter import export
 
 FORMAT = 1
 FIRST = "pytorch float32"

@@ -202,7 +202,7 @@ def keepsight_server(dtype: str, threads: int, ahead: str = "never") -> Contesta
 def exported_server(way: str, threads: int) -> Contestant:
     """The same server with an export of the checkpoint; `way` is such as "onnx" or "onnx int8"."""
     import keepsight
-    from keepsight.export.graphs.making import export
+    from keepsight.export.graphs.exporter import export
 
     runtime, _, quantised = way.partition(" ")
 

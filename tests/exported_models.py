@@ -21,7 +21,7 @@ from model_parts import wake
 from models import ALL, saved
 
 import keepsight as ks
-from keepsight.export.graphs.making import export
+from keepsight.export.graphs.exporter import export
 
 # One for all processes of a test run (see conftest.py): to make an export takes half a minute.
 _SHARED = Path(os.environ["KEEPSIGHT_TEST_EXPORTS"])

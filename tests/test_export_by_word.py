@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         shutil.copytree(exported_demo("demo"), to)
         return read(to)
 
-    monkeypatch.setattr(runtime_choice.making, "export", copy)
+    monkeypatch.setattr(runtime_choice.exporter, "export", copy)
     return asked
 
 
@@ -95,16 +95,16 @@ def test_a_damaged_export_is_made_again(made: list[str], tmp_path: Path) -> None
 def test_what_breaks_off_leaves_nothing_and_the_next_begins_anew(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = runtime_choice.making.export
+    whole = runtime_choice.exporter.export
 
     def stopped(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runtime_choice.making, "export", stopped)
+    monkeypatch.setattr(runtime_choice.exporter, "export", stopped)
     with pytest.raises(KeyboardInterrupt):
         ks.load("demo", runtime="onnx", store=tmp_path)
     assert exports_in(tmp_path) == []
-    monkeypatch.setattr(runtime_choice.making, "export", whole)
+    monkeypatch.setattr(runtime_choice.exporter, "export", whole)
     answer("demo", tmp_path, runtime="onnx")
     assert made == ["onnx"]
 
@@ -112,14 +112,14 @@ def test_what_breaks_off_leaves_nothing_and_the_next_begins_anew(
 def test_several_at_once_make_one(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    copy, here, go = runtime_choice.making.export, threading.Event(), threading.Event()
+    copy, here, go = runtime_choice.exporter.export, threading.Event(), threading.Event()
 
     def slowly(*arguments: Any, **options: Any) -> Any:
         here.set()
         assert go.wait(30)
         return copy(*arguments, **options)
 
-    monkeypatch.setattr(runtime_choice.making, "export", slowly)
+    monkeypatch.setattr(runtime_choice.exporter, "export", slowly)
     lines: list[str] = []
     loaded: list[ks.VLM] = []
 
@@ -187,7 +187,7 @@ def test_auto_says_why_it_tries_nothing_else(
 ) -> None:
     monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "onnxruntime"})
     store = {"store": options.pop("store", tmp_path)}
-    wanted = runtime_choice.Wanted("demo", **options, options=store)
+    wanted = runtime_choice.ExportSource("demo", **options, options=store)
     chosen, because = runtime_choice.choose(wanted, "auto")
     assert chosen == "torch"
     assert why in because

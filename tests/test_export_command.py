@@ -34,7 +34,7 @@ from keepsight.cli import export
 from keepsight.cli.app import app
 from keepsight.demo.scene import Scene
 from keepsight.errors import DamagedFile, InputError, ModelError, UnsupportedModel
-from keepsight.export.graphs import check, making, target
+from keepsight.export.graphs import check, exporter, target
 from keepsight.runtimes.load import read
 
 QUESTION = "Describe the picture."
@@ -148,7 +148,7 @@ def test_what_cannot_be_exported_is_one_named_line(
     def load(*args: Any, **options: Any) -> Any:
         raise AssertionError("the long work began")
 
-    monkeypatch.setattr(making, "load", load)
+    monkeypatch.setattr(exporter, "load", load)
     ring = here / "ring"
     if not ring.is_symlink():
         ring.symlink_to(ring)
@@ -175,7 +175,7 @@ def test_models_that_are_not_shown_right_are_refused_by_name(tmp_path: Path) -> 
         config = {"model_type": name, "quantization_config": {"quant_method": "awq", "bits": 4}}
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedModel, match=told):
-            making.export(str(folder), tmp_path / "out")
+            exporter.export(str(folder), tmp_path / "out")
 
 
 def test_too_little_disk_or_memory_is_said_before_the_work(
@@ -185,10 +185,10 @@ def test_too_little_disk_or_memory_is_said_before_the_work(
     with monkeypatch.context() as patched:
         patched.setattr(target.shutil, "disk_usage", lambda path: usage(9, 8, 1 << 20))
         with pytest.raises(InputError, match=r"out needs about \d+ MiB, and 1 MiB are free"):
-            making.export("demo", tmp_path / "out")
-    monkeypatch.setattr(making, "free_memory", lambda: 1 << 20)
+            exporter.export("demo", tmp_path / "out")
+    monkeypatch.setattr(exporter, "free_memory", lambda: 1 << 20)
     with pytest.raises(ModelError, match=r"this takes about \d+ MiB of memory .* 1 MiB of memory"):
-        making.export("demo", tmp_path / "out")
+        exporter.export("demo", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -206,9 +206,9 @@ def test_what_goes_wrong_midway_is_named_and_leaves_nothing(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(making, "write_graph", fail)
+    monkeypatch.setattr(exporter, "write_graph", fail)
     with pytest.raises(named, match=told):
-        making.export("demo", tmp_path / "out")
+        exporter.export("demo", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -222,13 +222,13 @@ def test_a_full_disk_is_named_whatever_the_exporter_says(
         patched.setattr(target.shutil, "disk_usage", lambda path: usage(9, 9, 4096))
         raise RuntimeError("basic_ios::clear: iostream error")
 
-    for where, name in ((making, "write_graph"), (making.quantise, "quantise")):
+    for where, name in ((exporter, "write_graph"), (exporter.quantise, "quantise")):
         with monkeypatch.context() as patched:
-            patched.setattr(making, "write_graph", lambda *args: None)
-            patched.setattr(making.quantise, "PARTS", ("tower",))
+            patched.setattr(exporter, "write_graph", lambda *args: None)
+            patched.setattr(exporter.quantise, "PARTS", ("tower",))
             patched.setattr(where, name, partial(fail, patched))
             with pytest.raises(InputError, match=r"out cannot be written: No space left on device"):
-                making.export("demo", tmp_path / "out", runtime="openvino", quantised="int8")
+                exporter.export("demo", tmp_path / "out", runtime="openvino", quantised="int8")
         assert not list(tmp_path.iterdir())
 
 
@@ -237,7 +237,7 @@ def test_a_full_disk_is_named_whatever_the_exporter_says(
 def test_graphs_that_are_far_off_are_not_written(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, what: str
 ) -> None:
-    monkeypatch.setattr(making, "write_graph", copied(made[0]))
+    monkeypatch.setattr(exporter, "write_graph", copied(made[0]))
     true = getattr(check, f"_{what}")
 
     def falsified(vlm: ks.VLM, *given: Any) -> Any:
@@ -247,7 +247,7 @@ def test_graphs_that_are_far_off_are_not_written(
 
     monkeypatch.setattr(check, f"_{what}", falsified)
     with pytest.raises(ModelError, match=f"of the scale of the {what}; nothing was written"):
-        making.export("demo", tmp_path / "out")
+        exporter.export("demo", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -281,7 +281,7 @@ _EXPORT = """
 import shutil, sys
 from pathlib import Path
 from keepsight.cli.app import main
-from keepsight.export.graphs import making
+from keepsight.export.graphs import exporter
 
 made = Path(sys.argv.pop(1))
 
@@ -290,7 +290,7 @@ def copied(runtime, path, *more):
     for file in (made / "graphs").glob(f"{path.name}.*"):
         shutil.copy(file, path.parent)
 
-making.write_graph = copied
+exporter.write_graph = copied
 main()
 """
 
@@ -400,7 +400,7 @@ def test_the_page_s_commands_and_blocks_run(
         assert (name, runtime, quantised) == ("demo", "onnx", None)
         return read(Path(shutil.copytree(made[0], to)))
 
-    monkeypatch.setattr(making, "export", copied)
+    monkeypatch.setattr(exporter, "export", copied)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples/picture.png", tmp_path / "examples")

@@ -13,7 +13,7 @@ from models import build, folder_of, picture, stock_inputs, turn
 from keepsight.core.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.export.graphs import tracing
-from keepsight.export.graphs.making import export
+from keepsight.export.graphs.exporter import export
 from keepsight.export.graphs.towers import tower_of
 from keepsight.models.families import family_of
 from keepsight.scheduler import Together

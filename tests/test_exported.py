@@ -11,7 +11,7 @@ from exported_models import copied, exported_demo
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.export.graphs import making
+from keepsight.export.graphs import exporter
 
 
 @pytest.fixture(
@@ -93,8 +93,8 @@ def test_eight_bits_see_the_same_and_say_how_far_off_they_are(
     exported, own = pair
     folder = tmp_path / "export"
     name = "demo" if own.model.config.model_type == "qwen3_vl" else "demo-hybrid"
-    monkeypatch.setattr(making, "write_graph", copied(Path(exported.model.exported.folder)))
-    manifest = making.export(name, folder, quantised="int8")
+    monkeypatch.setattr(exporter, "write_graph", copied(Path(exported.model.exported.folder)))
+    manifest = exporter.export(name, folder, quantised="int8")
     assert manifest.quantised == "int8" and 0 < manifest.deviation["logits"] < 0.05
     small, large = (
         (each / "graphs" / "decoder.onnx.data").stat().st_size

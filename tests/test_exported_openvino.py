@@ -22,7 +22,7 @@ from torch import Tensor
 import keepsight as ks
 from keepsight.errors import ModelError
 from keepsight.export.graphs.check import deviation
-from keepsight.export.graphs.making import export
+from keepsight.export.graphs.exporter import export
 from keepsight.export.graphs.quantise import quantise
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read

@@ -48,7 +48,7 @@ def _tokens(pixels: Pixels) -> int:
     return sum(part for part in pixels.layout if isinstance(part, int))
 
 
-def _off(stock: Any, ours: Any) -> float:
+def _relative_deviation(stock: Any, ours: Any) -> float:
     """The largest difference of the first logits, by their scale."""
     difference = (stock.logits[0] - ours.logits[0]).abs().max() / stock.logits[0].abs().max()
     return float(difference)
@@ -61,7 +61,7 @@ def _both(kind: str, inputs: Tensors, **options: Any) -> float:
     more = {**more, "return_dict_in_generate": True}
     stock = model.generate(**inputs, **more)
     with ks.wrap(model, processor, grain=16) as vlm:
-        return _off(stock, vlm.generate(**inputs, **more, **options))
+        return _relative_deviation(stock, vlm.generate(**inputs, **more, **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)

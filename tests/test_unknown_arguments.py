@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "recurrent": (lambda *a, **o: cache().get_recurrent_state(*a, **o), (0, 0), {}),
     "new convolution": (lambda *a, **o: cache().update_conv_state(*a, **o), (X, 0, 0), {}),
     "new recurrent": (lambda *a, **o: cache().update_recurrent_state(*a, **o), (X, 0, 0), {}),
-    "in rooms": (tracing._in_rooms, (LAYER, X, X, X, None), {"scaling": 1.0}),
+    "in rooms": (tracing._in_buffers, (LAYER, X, X, X, None), {"scaling": 1.0}),
     "delta rule": (tracing.delta_rule, (X, X, X, X, X), RULE),
     "deepstack": (deepstack, (X, X, X), {}),
     "tower in a graph": (towers._forward(0, True), (None, X, X, (X, X)), {}),

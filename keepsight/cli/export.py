@@ -70,7 +70,7 @@ def export(
     err.file = sys.stderr  # the current stderr: output held back below goes elsewhere
     start = time.perf_counter()
     with _ending_tidily() as go_on, contextlib.nullcontext() if verbose else _quiet():
-        from keepsight.export.graphs.making import export as make
+        from keepsight.export.graphs.exporter import export as make
 
         def tell(line: str) -> None:
             go_on()

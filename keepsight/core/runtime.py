@@ -116,9 +116,8 @@ class Runtime:
         self._quantised.check()
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._made_of: tuple[tuple[object, ...], str] = ((), "")  # state last seen, its digest
-        self.made_under: dict[
-            str, SnapshotOrigin
-        ] = {}  # by namespace, to explain why a path is missing
+        # By namespace, to explain why a path is missing.
+        self.made_under: dict[str, SnapshotOrigin] = {}
 
     def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:
         """A runtime with the same model, settings and lock, and nothing remembered."""

@@ -38,7 +38,7 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongFormatVersion,
 )
-from keepsight.export.graphs import making
+from keepsight.export.graphs import exporter
 from keepsight.export.graphs.target import size_text
 from keepsight.formats import tensorfile
 from keepsight.kinds import DeviceMap, Dtype, Options, Record
@@ -58,7 +58,7 @@ _AS_GIVEN: Options = {}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportSource:
     """The source of an export, and its options."""
 
     name: str
@@ -158,7 +158,7 @@ def load(
     name = os.fspath(name)
     check_together(runtime, weights)
     check_options(options)
-    wanted = Wanted(name, weights, device_map, dtype, revision, vision, options, tell)
+    wanted = ExportSource(name, weights, device_map, dtype, revision, vision, options, tell)
     path = loading.model_path(name)
     if is_export(path):
         _check_export(path, runtime, weights)
@@ -195,7 +195,7 @@ def _check_export(path: str, runtime: str | None, weights: str | None) -> None:
 # -- choice of runtime ---------------------------------------------------------------------------
 
 
-def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
+def choose(wanted: ExportSource, runtime: str | None) -> tuple[str, str]:
     """The runtime, and the reason."""
     installed = [one for one, library in _LIBRARY.items() if importlib.util.find_spec(library)]
     if runtime not in (None, AUTO):
@@ -215,7 +215,7 @@ def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
     return best, f"measured here, a picture and {_TOKENS} tokens: {times}"
 
 
-def _only_torch(wanted: Wanted) -> str:
+def _only_torch(wanted: ExportSource) -> str:
     """Why only torch is possible; empty if others are."""
     if wanted.store is None:
         return "an export needs a store to lie in, and none was named"
@@ -224,14 +224,14 @@ def _only_torch(wanted: Wanted) -> str:
     if not wanted.vision:
         return "an export has its tower"
     config = AutoConfig.from_pretrained(loading.model_path(wanted.name), revision=wanted.revision)
-    if config.model_type not in making.FAMILIES:
+    if config.model_type not in exporter.FAMILIES:
         return f"models of type {config.model_type} cannot be exported"
     if getattr(config, "quantization_config", None):
         return "the checkpoint is quantised already"
     return ""
 
 
-def _measured(wanted: Wanted, known: list[str]) -> dict[str, float]:
+def _measured(wanted: ExportSource, known: list[str]) -> dict[str, float]:
     """Seconds of one answer in each runtime: measured once, then read."""
     environment: Record = {
         "checkpoint": wanted.checkpoint,
@@ -282,7 +282,7 @@ def _version(runtime: str) -> str:
 # -- the export ----------------------------------------------------------------------------------
 
 
-def _load(wanted: Wanted, runtime: str, other: Options = _AS_GIVEN) -> VLM:
+def _load(wanted: ExportSource, runtime: str, other: Options = _AS_GIVEN) -> VLM:
     if runtime == TORCH:
         return wanted.in_torch(other)
     folder, made = _made_once(wanted, runtime)
@@ -296,7 +296,7 @@ def _load(wanted: Wanted, runtime: str, other: Options = _AS_GIVEN) -> VLM:
         return wanted.exported(folder, other)
 
 
-def _made_once(wanted: Wanted, runtime: str, broken: Path | None = None) -> tuple[Path, bool]:
+def _made_once(wanted: ExportSource, runtime: str, broken: Path | None = None) -> tuple[Path, bool]:
     """The folder of the export, and whether it was made just now."""
     what = f"{runtime}-{wanted.weights or 'float32'}"
     folder = wanted.place / f"{what}-{wanted.checkpoint}"
@@ -308,7 +308,7 @@ def _made_once(wanted: Wanted, runtime: str, broken: Path | None = None) -> tupl
                 return folder, False
             shutil.rmtree(folder)
         start = time.perf_counter()
-        manifest = making.export(
+        manifest = exporter.export(
             wanted.name,
             folder,
             runtime=runtime,
@@ -321,7 +321,7 @@ def _made_once(wanted: Wanted, runtime: str, broken: Path | None = None) -> tupl
     return folder, True
 
 
-def _say_made(wanted: Wanted, manifest: Manifest, folder: Path, seconds: float) -> None:
+def _say_made(wanted: ExportSource, manifest: Manifest, folder: Path, seconds: float) -> None:
     size = size_text(manifest.bytes)
     wanted.tell(f"exported for {manifest.runtime} in {seconds:.0f} s: {size} in {folder}")
 
@@ -345,7 +345,7 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
         yield
 
 
-def _note_source(wanted: Wanted, what: str, folder: Path) -> None:
+def _note_source(wanted: ExportSource, what: str, folder: Path) -> None:
     """Record the checkpoint of an export, and remove the export of its earlier state."""
     path = loading.model_path(wanted.name)
     source = str(Path(path).resolve()) if Path(path).is_dir() else path

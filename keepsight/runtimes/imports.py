@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from keepsight.errors import MissingExtra
 
 
-class Foreign(Protocol):
+class Untyped(Protocol):
     """An attribute of a library without types."""
 
     def __getattr__(self, name: str, /) -> Any: ...

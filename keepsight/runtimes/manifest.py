@@ -175,7 +175,7 @@ def _object(path: Path) -> Record:
 def _parsed(content: Record, path: Path) -> Manifest:
     names = [each.name for each in fields(Manifest)]
     unknown = sorted(set(content) - {*names, "seal"})
-    wrong = [name for name in (*names, "seal") if not _has_sense(name, content.get(name))]
+    wrong = [name for name in (*names, "seal") if not _is_plausible(name, content.get(name))]
     if wrong or unknown:
         what = ", ".join([*wrong, *unknown])[:200]
         raise DamagedFile(f"{path}: {what} cannot be read; {_AGAIN}")
@@ -196,7 +196,7 @@ def _parsed(content: Record, path: Path) -> Manifest:
     return Manifest(**values, files=files)
 
 
-def _has_sense(name: str, value: object) -> bool:
+def _is_plausible(name: str, value: object) -> bool:
     """Whether a field of a record has a possible value."""
     if name == "runtime":
         return isinstance(value, str) and value in RUNTIMES

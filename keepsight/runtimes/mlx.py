@@ -27,7 +27,7 @@ from keepsight.errors import UnsupportedInput
 from keepsight.kinds import CacheLayer, DeviceMap, Dtype, Grid
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
-from keepsight.runtimes.imports import Foreign
+from keepsight.runtimes.imports import Untyped
 from keepsight.runtimes.manifest import file_digest
 from keepsight.runtimes.mlx_library import Array, Mlx
 from keepsight.runtimes.mlx_states import FixedArrays, HeldArrays, PastArrays
@@ -106,7 +106,7 @@ def _refuse_options(
 class _InMlx:
     """Describes the weights in MLX to the rest of Keepsight."""
 
-    def __init__(self, folder: Path, mlx: Mlx, model: Foreign) -> None:
+    def __init__(self, folder: Path, mlx: Mlx, model: Untyped) -> None:
         self.boundaries_because = "its kernels were never tried in MLX"
         self.environment = {"runtime": f"mlx {mlx.version}"}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
@@ -122,7 +122,7 @@ class _InMlx:
         """Refuse pictures that the tower cannot take; none, by size."""
 
 
-def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: Mlx) -> None:
+def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx) -> None:
     language, decoder, core = theirs.language_model, model.get_decoder(), model.base_model
     embedding, shape = model.get_input_embeddings(), Shape.of(model)
     kind = TYPES[model.config.model_type]
@@ -156,7 +156,7 @@ class _Part:
 
     inputs: frozenset[str]
 
-    def __init__(self, mlx: Mlx, language: Foreign) -> None:
+    def __init__(self, mlx: Mlx, language: Untyped) -> None:
         self._mlx, self._language = mlx, language
         self.version: str = mlx.version
         self._dtype = language.model.norm.weight.dtype
@@ -176,7 +176,7 @@ class _Part:
 class _Embedding(_Part):
     inputs = frozenset({"input_ids"})
 
-    def __init__(self, mlx: Mlx, language: Foreign, scale: float) -> None:
+    def __init__(self, mlx: Mlx, language: Untyped, scale: float) -> None:
         super().__init__(mlx, language)
         self._scale = mlx.core.array(scale).astype(self._dtype)  # rounded as in Transformers
 
@@ -190,7 +190,7 @@ class _PictureTower(_Part):
 
     inputs = frozenset({"pixel_values"})
 
-    def __init__(self, mlx: Mlx, theirs: Foreign, features: Features) -> None:
+    def __init__(self, mlx: Mlx, theirs: Untyped, features: Features) -> None:
         super().__init__(mlx, theirs.language_model)
         self._theirs, self._features = theirs, features
 
@@ -211,7 +211,7 @@ class _Head(_Part):
 
 class _Decoder(_Part):
     def __init__(
-        self, mlx: Mlx, language: Foreign, kinds: Sequence[str], levels: int, counts: bool
+        self, mlx: Mlx, language: Untyped, kinds: Sequence[str], levels: int, counts: bool
     ) -> None:
         super().__init__(mlx, language)
         self._counts = counts
@@ -325,7 +325,7 @@ class _MlxTower(PackedTowerStandIn):
     """Patches of pictures, or of the frames of a video, each through the tower alone."""
 
     def __init__(
-        self, mlx: Mlx, theirs: Foreign, tower: PreTrainedModel, tensors: TowerTensors
+        self, mlx: Mlx, theirs: Untyped, tower: PreTrainedModel, tensors: TowerTensors
     ) -> None:
         super().__init__(_NoGraph(mlx.version), tower, tensors, _NO_BOUND)
         self._mlx, self._theirs = mlx, theirs

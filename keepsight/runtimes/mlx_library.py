@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from keepsight.errors import MissingExtra, ModelError
-from keepsight.runtimes.imports import Foreign
+from keepsight.runtimes.imports import Untyped
 
-Array = Foreign
+Array = Untyped
 _PUT = "install_auto_processor_patch"
 
 
@@ -44,18 +44,18 @@ class Mlx:
         device = str(self.core.default_device())
         self.version = f"{versions['mlx']}, mlx-vlm {versions['mlx-vlm']}, {device}"
 
-    def load(self, folder: Path) -> Foreign:
+    def load(self, folder: Path) -> Untyped:
         """The model of mlx-vlm."""
         try:
             with as_mlx_reads_it(folder) as readable, own_processors(), own_names():
-                return cast(Foreign, self.utils.load_model(readable))
+                return cast(Untyped, self.utils.load_model(readable))
         except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
             raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
 
     def given(self, tensor: Tensor, dtype: object = None) -> Array:
         """A tensor as an array."""
         array: Array = self.core.array(tensor.detach().contiguous().numpy())
-        return array if dtype is None else cast(Foreign, array.astype(dtype))
+        return array if dtype is None else cast(Untyped, array.astype(dtype))
 
     def taken(self, array: Array) -> Tensor:
         """A copy of an array, as a tensor."""
@@ -104,7 +104,7 @@ def own_names() -> Iterator[None]:
     utils = vars(_imported("mlx_vlm.utils"))
     before = utils["sanitize_weights"]
 
-    def renamed(model: Foreign, weights: dict[str, Array], config: object = None) -> object:
+    def renamed(model: Untyped, weights: dict[str, Array], config: object = None) -> object:
         if config is None:  # the whole model's method; those of its parts run after it
             weights = _as_mlx_names_them(weights, model)
         return before(model, weights, config)
@@ -116,7 +116,7 @@ def own_names() -> Iterator[None]:
         utils["sanitize_weights"] = before
 
 
-def _as_mlx_names_them(weights: dict[str, Array], model: Foreign) -> dict[str, Array]:
+def _as_mlx_names_them(weights: dict[str, Array], model: Untyped) -> dict[str, Array]:
     inner = hasattr(getattr(model, "vision_tower", None), "vision_model")
     found = {}
     for name, array in weights.items():

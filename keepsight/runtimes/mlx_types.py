@@ -14,10 +14,10 @@ from typing import cast
 from transformers import PreTrainedConfig
 
 from keepsight.errors import UnsupportedInput
-from keepsight.runtimes.imports import Foreign
+from keepsight.runtimes.imports import Untyped
 from keepsight.runtimes.mlx_library import Array, Mlx
 
-Features = Callable[[Mlx, Foreign, Array], Array]
+Features = Callable[[Mlx, Untyped, Array], Array]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MlxType:
     # Pixels (pictures, height, width, channels) to features; None for patches of any size.
     features: Features | None = None
     counts: bool = False  # positions from the cache length, and masks from the cache
-    adjust: Callable[[Mlx, Foreign, PreTrainedConfig], None] = field(default=lambda *_: None)
+    adjust: Callable[[Mlx, Untyped, PreTrainedConfig], None] = field(default=lambda *_: None)
 
     def refuse_other_settings(self, config: PreTrainedConfig) -> None:
         """Refuse the first setting that mlx-vlm would ignore."""
@@ -43,7 +43,7 @@ class MlxType:
                 )
 
 
-def _llava(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
+def _llava(mlx: Mlx, theirs: Untyped, pixels: Array) -> Array:
     *_, states = theirs.vision_tower(pixels, output_hidden_states=True)
     chosen = states[theirs.vision_feature_layer]
     if theirs.vision_feature_select_strategy == "default":
@@ -52,18 +52,18 @@ def _llava(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
     return cast(Array, features[0])  # Transformers gives a list, one entry per picture
 
 
-def _gemma3(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
+def _gemma3(mlx: Mlx, theirs: Untyped, pixels: Array) -> Array:
     hidden, *_ = theirs.vision_tower(pixels, output_hidden_states=True)
     return cast(Array, theirs.multi_modal_projector(hidden))
 
 
-def _internvl(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
+def _internvl(mlx: Mlx, theirs: Untyped, pixels: Array) -> Array:
     hidden, _ = theirs.vision_tower(pixels)
     shuffled = mlx.pixel_shuffle(hidden[:, 1:], theirs.config.downsample_ratio)
     return cast(Array, theirs.multi_modal_projector(shuffled))
 
 
-def _adjust_gemma3(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
+def _adjust_gemma3(mlx: Mlx, theirs: Untyped, config: PreTrainedConfig) -> None:
     """mlx-vlm scales the decoder's inputs, including features, by a root rounded to bfloat16, and
     uses another epsilon after the tower; Keepsight's embedding scales as the checkpoint's."""
     decoder = theirs.language_model.model
@@ -73,14 +73,14 @@ def _adjust_gemma3(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
     theirs.vision_tower.vision_model.post_layernorm.eps = config.vision_config.layer_norm_eps
 
 
-def _adjust_internvl(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
+def _adjust_internvl(mlx: Mlx, theirs: Untyped, config: PreTrainedConfig) -> None:
     """mlx-vlm approximates GELU; these checkpoints need the exact GELU."""
     for layer in theirs.vision_tower.encoder.layer:
         layer.mlp.activation_fn = mlx.nn.GELU()
     theirs.multi_modal_projector.activation = mlx.nn.GELU()
 
 
-def _adjust_qwen3_vl_moe(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
+def _adjust_qwen3_vl_moe(mlx: Mlx, theirs: Untyped, config: PreTrainedConfig) -> None:
     """mlx-vlm swaps the two kinds of GELU."""
     tower = theirs.vision_tower
     for block in tower.blocks:

@@ -24,7 +24,7 @@ from keepsight.kinds import CacheLayer, Options
 from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors
 from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
-from keepsight.runtimes.rooms import bias_of, room_for, write_rows
+from keepsight.runtimes.buffers import bias_of, padded_buffers, write_rows
 from keepsight.runtimes.states import (
     BIAS,
     PLACES,
@@ -263,7 +263,7 @@ class DecoderStandIn:
         nothing = like.new_empty(like.shape[0], *sizes["k"])
         past = (layer.keys, layer.values) if layer.is_initialized else (nothing, nothing)
         if self._rooms:
-            past = room_for(layer, past, nothing, like.shape[1])
+            past = padded_buffers(layer, past, nothing, like.shape[1])
         for name, tensor in zip(("k", "v"), past, strict=True):
             feeds[state(name, number)] = tensor
             if self._appends:

@@ -31,10 +31,10 @@ _SETTINGS = {
 
 
 @functools.cache
-def core() -> imports.Foreign:
+def core() -> imports.Untyped:
     """One per process, never released: with the last one the runtime unloads code that its threads
     may still run, and the process crashes some time later."""
-    return cast(imports.Foreign, imports.openvino().Core())
+    return cast(imports.Untyped, imports.openvino().Core())
 
 
 class OpenVinoSession:

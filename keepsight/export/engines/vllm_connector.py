@@ -38,7 +38,7 @@ _VALUES = ("pixel_values", "image_embeds", "pixel_values_flat")  # fields that c
 
 
 @dataclass
-class Handed:
+class StepFeatures:
     """What the scheduler's connector sends the worker's with one step: rows by name."""
 
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Connector:
             )
         self._serving: Serving | None = None
         self._dtype = model.dtype
-        self._next = Handed()
+        self._next = StepFeatures()
         self._unavailable: set[str] = set()
         if role.name != "SCHEDULER":
             return
@@ -114,9 +114,9 @@ class Connector:
         if rows is not None:
             self._next.rows[name] = rows.to(self._dtype)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Handed:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepFeatures:
         """What the worker needs for this step."""
-        handed, self._next = self._next, Handed()
+        handed, self._next = self._next, StepFeatures()
         return handed
 
     def shutdown(self) -> None:
@@ -128,7 +128,7 @@ class Connector:
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: object) -> None:
         """Put the rows in place of the tower's output."""
-        handed: Handed = self._get_connector_metadata()  # type: ignore[attr-defined]
+        handed: StepFeatures = self._get_connector_metadata()  # type: ignore[attr-defined]
         device = _device()
         for name, rows in handed.rows.items():
             if name not in encoder_cache:

@@ -36,13 +36,13 @@ def deviation(vlm: VLM, folder: Path) -> Record:
     return {"features": features, "logits": logits, "same_tokens": same, "tokens": count}
 
 
-def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _relative_deviation(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
 def _worse(so_far: float, found: torch.Tensor, wanted: torch.Tensor) -> float:
     """The larger; NaN counts as larger than all, which `max` would ignore."""
-    return float(np.maximum(so_far, _off(found, wanted)))
+    return float(np.maximum(so_far, _relative_deviation(found, wanted)))
 
 
 def _features(vlm: VLM, image: Image.Image) -> torch.Tensor:

@@ -148,7 +148,7 @@ def begin(cache: TracedCache) -> None:
 _NEUTRAL = ("dropout", "sliding_window", "position_ids", "use_cache", "is_causal")
 
 
-def _in_rooms(
+def _in_buffers(
     module: AttentionModule,
     query: Tensor,
     key: Tensor,
@@ -191,7 +191,7 @@ def _product(rows: Tensor, by: Tensor, groups: int) -> Tensor:
     return (functional.pad(rows, (0, 0, 0, 1)) @ by)[:, :, :-1]
 
 
-AttentionInterface.register("keepsight_rooms", _in_rooms)
+AttentionInterface.register("keepsight_rooms", _in_buffers)
 
 
 @contextmanager

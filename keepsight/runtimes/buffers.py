@@ -16,7 +16,7 @@ _WHOLE = 64  # the number of keys in a buffer is a multiple of this
 _FEW = 32  # up to this many tokens a lane's whole buffer is read; for more, only its filled part
 
 
-def room_for(
+def padded_buffers(
     layer: CacheLayer, past: tuple[Tensor, Tensor], nothing: Tensor, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """A layer's keys and values with space for more tokens. A lane's own are used in place; for
