@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from keepsight.demo.scene import COLORS, Scene
-from keepsight.encode import Item, Reading, find, items
+from keepsight.encode import Item, ReadOptions, find, items
 
 NAMES = list(COLORS)
 
@@ -112,7 +112,7 @@ def film(path: Path, frames: int = 8, rate: int = 4) -> Path:
 def read(*sources: Any, **reading: Any) -> list[Item]:
     """All items behind some sources."""
     column = reading.get("column", "image")
-    return list(items(find(sources, column).pieces, Reading(**reading)))
+    return list(items(find(sources, column).pieces, ReadOptions(**reading)))
 
 
 def opened(item: Item) -> str:

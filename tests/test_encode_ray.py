@@ -92,7 +92,7 @@ def test_two_workers_one_killed_give_the_packages_of_a_plain_run(
     done: list[int] = []
     killer = threading.Thread(target=kill_one, args=(done, tmp_path / "ray"), daemon=True)
     killer.start()
-    results = list(cluster.run_on_ray(pieces, room.Reading(), options, workers=2))
+    results = list(cluster.run_on_ray(pieces, room.ReadOptions(), options, workers=2))
     killer.join(timeout=1)
     assert done and done[0] < 27, "no worker was killed in the middle"
     plain = alone(photos, tmp_path / "alone")
@@ -103,10 +103,10 @@ def test_two_workers_one_killed_give_the_packages_of_a_plain_run(
     assert len(files(tmp_path / "ray")) == 27
 
     # Again, with everything there; and a worker that refuses is heard here.
-    again = cluster.run_on_ray(pieces, room.Reading(), options, workers=1)
+    again = cluster.run_on_ray(pieces, room.ReadOptions(), options, workers=1)
     assert {result.status for result in again} == {"kept", "duplicate", "broken"}
     with pytest.raises(InputError, match="no column 'photo'.*image"):
-        list(cluster.run_on_ray(pieces, room.Reading(column="photo"), options, workers=1))
+        list(cluster.run_on_ray(pieces, room.ReadOptions(column="photo"), options, workers=1))
 
 
 @pytest.mark.slow
@@ -140,4 +140,4 @@ def test_without_ray_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ks.errors.MissingExtra, match=r"extra 'ray'\); run: pip install"):
-        list(cluster.run_on_ray([], room.Reading(), MODEL))
+        list(cluster.run_on_ray([], room.ReadOptions(), MODEL))

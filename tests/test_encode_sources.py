@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepsight.encode import archives, count, documents, find, parse_shard
-from keepsight.encode.items import Reading
+from keepsight.encode.items import ReadOptions
 from keepsight.encode.sources import kind_of
 from keepsight.errors import InputError
 from keepsight.media import video_files
@@ -375,7 +375,7 @@ def test_pages_are_images_of_their_own(tmp_path: Path) -> None:
     sources = [item.open().name for item in found]
     assert len(set(sources)) == 3 and sources == [item.open().name for item in read(path)]
     assert sources[0] != read(path, dpi=72)[0].open().name
-    assert count(find([path]).pieces, Reading()) == 3
+    assert count(find([path]).pieces, ReadOptions()) == 3
 
 
 def test_a_page_is_not_drawn_to_be_named(tmp_path: Path, monkeypatch: Any) -> None:
@@ -421,7 +421,7 @@ def test_a_video_without_end_is_refused(tmp_path: Path, monkeypatch: Any) -> Non
 @pytest.mark.parametrize("wrong", [{"dpi": 5}, {"dpi": 99_999}, {"fps": 0.0}, {"fps": -1.0}])
 def test_readings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
-        Reading(**wrong).check()
+        ReadOptions(**wrong).check()
 
 
 # -- missing libraries, and what cannot be known -------------------------------------------------
@@ -452,9 +452,9 @@ def test_kinds_and_counts(photos: Path) -> None:
     ]
     zipped(photos / "a.zip", [("x.png", png(5)), ("y.txt", b"")])
     table(photos / "d.parquet", {"image": [png(7)] * 5})
-    assert count(find([photos]).pieces, Reading()) == 3 + 1 + 5
+    assert count(find([photos]).pieces, ReadOptions()) == 3 + 1 + 5
     tar(photos / "b.tar", [])
-    assert count(find([photos]).pieces, Reading()) is None
+    assert count(find([photos]).pieces, ReadOptions()) is None
 
 
 @bounded(60)

@@ -28,7 +28,7 @@ from PIL import Image
 import keepsight as ks
 from keepsight.encode import encode
 from keepsight.encode.mapping import Encoder
-from keepsight.encode.results import Once
+from keepsight.encode.results import CountedPackages
 from keepsight.encode.run import Ahead
 from keepsight.errors import InputError, NotStored, StoreError
 
@@ -441,7 +441,7 @@ def test_errors_of_a_source_and_of_work_reach_whoever_asks() -> None:
 
 
 def test_once_is_bounded() -> None:
-    once = Once(most=2)
+    once = CountedPackages(most=2)
     assert [once.first(mark * 32) for mark in ("aa", "bb", "aa", "cc", "aa")] == [
         True,
         True,

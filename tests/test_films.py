@@ -11,7 +11,7 @@ from test_video import GLM, KINDS, Script, ask, assert_exact
 
 import keepsight as ks
 from keepsight.core.pins import delete_images
-from keepsight.media.films import Making, steps_from
+from keepsight.media.films import FeatureOrigin, steps_from
 from keepsight.models.families.qwen_vl import QwenVL
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
@@ -134,7 +134,7 @@ def test_the_same_steps_at_another_speed_are_another_prompt() -> None:
 def test_a_step_is_known_by_its_place_and_the_speed_of_its_film() -> None:
     same = ["a" * 64] * 3
     slow, fast = ({"video_grid_thw": [[3, 4, 4]], "second_per_grid_ts": [s]} for s in (2.0, 1.0))
-    steps = [*steps_from(same, slow, Making()), *steps_from(same, fast, Making())]
+    steps = [*steps_from(same, slow, FeatureOrigin()), *steps_from(same, fast, FeatureOrigin())]
     assert len({step.path for step in steps}) == 6
     assert len({step.feature_id for step in steps}) == 1
 

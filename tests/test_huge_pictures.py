@@ -168,7 +168,7 @@ def test_a_model_that_changes_between_two_pictures_is_tried_again() -> None:
 
 def test_what_a_trial_was_too_small_to_show_is_run_as_ever(monkeypatch: Any) -> None:
     """Keys are gathered from layers whose rows do not look at each other: that does not go."""
-    monkeypatch.setattr(tower_pieces, "_how", lambda *given: True)
+    monkeypatch.setattr(tower_pieces, "_row_relation", lambda *given: True)
     assert_same(*both(*packed("qwen3_vl")))
 
 

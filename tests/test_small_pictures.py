@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import keepsight as ks
-from keepsight.media import company
-from keepsight.media.company import MOST
-from keepsight.models import beside
+from keepsight.media import shared_passes
+from keepsight.media.shared_passes import MOST
+from keepsight.models import batch_trial
 
 KINDS = ("qwen3_vl", "qwen2_5_vl", "gemma3", "paligemma")
 SIDE = 112  # pixels
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch's products give a row the same bits beside any others; with more threads not all do."""
-    monkeypatch.setattr(company, "WORTH", WORTH)
+    monkeypatch.setattr(shared_passes, "WORTH", WORTH)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -114,7 +114,7 @@ def test_an_operation_that_rounds_otherwise_is_seen_where_the_features_are_equal
         found = vlm.stats()["features"]
         assert found["together"] == 0
         assert {*found["tried_together"].values()} == {"other bits together: mm"}
-    monkeypatch.setattr(beside, "_alike", lambda *_: True)
+    monkeypatch.setattr(batch_trial, "_alike", lambda *_: True)
     with ks.wrap(model, processor) as vlm:
         vlm.encode(shown)
         assert vlm.stats()["features"]["together"] == 8  # so it is this look that tells
@@ -151,13 +151,13 @@ def test_few_pictures_pay_no_trial_and_large_ones_go_alone(
         passes = Passes(vlm)
         vlm.encode(pictures(WORTH - 1))
         assert passes.sizes == [1] * (WORTH - 1)
-        monkeypatch.setattr(company, "SMALL", 64 * 1536)  # less than a picture and its grid
+        monkeypatch.setattr(shared_passes, "SMALL", 64 * 1536)  # less than a picture and its grid
         vlm.encode(pictures(24, 50))
         assert {*passes.sizes} == {1} and not vlm.stats()["features"]["tried_together"]
 
 
 def test_company_is_bounded_by_the_budget() -> None:
-    """Pixels that have no room to wait are in no company: half of the budget is for features."""
+    """Pixels with no room to wait share no pass: half of the budget is for features."""
     model, processor = models.build("qwen3_vl")
     with ks.wrap(model, processor, vision_budget=4 * 64 * 1536 * 4) as vlm:
         passes = Passes(vlm)

@@ -44,7 +44,7 @@ from keepsight.system.words import check_codec, check_dpi, parse_shard
 
 if TYPE_CHECKING:
     from keepsight.encode.cluster import Shard
-    from keepsight.encode.items import Reading
+    from keepsight.encode.items import ReadOptions
     from keepsight.encode.results import Encoded
     from keepsight.encode.sources import SourcePiece
 
@@ -171,7 +171,7 @@ def run(asked: Asked) -> int:
     with loading_line("PyTorch"):
         from keepsight import encode as room  # start-up time: after checking options
 
-    reading = room.Reading(asked.column, asked.dpi, asked.fps)
+    reading = room.ReadOptions(asked.column, asked.dpi, asked.fps)
     reading.check()
     err = console(stderr=True)
     found = room.find(asked.sources, asked.column)
@@ -215,7 +215,11 @@ def _say_left_out(places: list[str], err: Console, each: bool) -> None:
 
 
 def _results(
-    stack: ExitStack, asked: Asked, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
+    stack: ExitStack,
+    asked: Asked,
+    pieces: Iterable[SourcePiece],
+    reading: ReadOptions,
+    shard: Shard,
 ) -> Generator[Encoded]:
     """Yield the results. The model loads first: its line and the bar would share a row."""
     from keepsight import encode as room
@@ -263,7 +267,7 @@ def _worker(asked: Asked) -> Record:
 
 
 def _count_aside(
-    tally: progress.EncodeCounts, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
+    tally: progress.EncodeCounts, pieces: Iterable[SourcePiece], reading: ReadOptions, shard: Shard
 ) -> None:
     """Count the images in a thread, because documents have to be opened for that."""
     from keepsight import encode as room

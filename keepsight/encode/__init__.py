@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from keepsight.core.settings import tenant_name
-from keepsight.encode.items import Item, Reading
+from keepsight.encode.items import Item, ReadOptions
 from keepsight.encode.results import Encoded, EncodeTarget
 from keepsight.encode.run import run
 from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
@@ -28,7 +28,7 @@ __all__ = [
     "SourceScan",
     "Item",
     "SourcePiece",
-    "Reading",
+    "ReadOptions",
     "count",
     "encode",
     "find",
@@ -57,7 +57,7 @@ def encode(
 
     Results come in order. An image that cannot be used is a result too.
     """
-    reading = Reading(column, dpi, fps)
+    reading = ReadOptions(column, dpi, fps)
     reading.check()
     part = parse_shard(shard)
     found = find(sources, column)

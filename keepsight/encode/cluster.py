@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from keepsight.encode.items import Reading
+from keepsight.encode.items import ReadOptions
 from keepsight.encode.mapping import Encoder
 from keepsight.encode.results import Encoded
 from keepsight.encode.sources import SourcePiece, items
@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, options: Options, reading: Record, shard: Shard) -> None:
         self._encoder = Encoder(**options)
-        self._reading, self._shard = Reading(**reading), shard
+        self._reading, self._shard = ReadOptions(**reading), shard
 
     def __call__(self, batch: Inputs) -> dict[str, list[str]]:
         """The results of every image in some pieces."""
@@ -43,7 +43,7 @@ class Worker:
 
 def run_on_ray(
     pieces: Iterable[SourcePiece],
-    reading: Reading,
+    reading: ReadOptions,
     options: Options,
     *,
     shard: Shard = None,

@@ -28,7 +28,7 @@ from keepsight.system.words import check_dpi
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How sources are read."""
 
     column: str = "image"  # column of tables

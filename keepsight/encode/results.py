@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from keepsight.encode.items import Item
 from keepsight.kinds import Record
-from keepsight.media.naming import Looked
+from keepsight.media.naming import Inspected
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Encoded:
         return {**vars(self), "package": package}
 
 
-class Look(Protocol):
-    """What a thread found out of an item."""
+class InspectedItem(Protocol):
+    """What a thread found out about an item."""
 
     @property
-    def looked(self) -> Looked | None:
+    def looked(self) -> Inspected | None:
         """What is known of the medium, and its pixels, where they wait for the tower."""
 
 
@@ -49,7 +49,7 @@ class EncodeTarget(Protocol):
     def look(self, item: Item) -> Any:
         """Do everything that needs no tower, in a thread: open, name, decode and preprocess."""
 
-    def settle(self, look: Any, beside: Sequence[Looked] = ()) -> Encoded:
+    def settle(self, look: Any, beside: Sequence[Inspected] = ()) -> Encoded:
         """Do the rest, in the order of the items: run the tower and hand over the package. Those
         `beside` it come next."""
 
@@ -63,7 +63,7 @@ class EncodeTarget(Protocol):
         """Raise if packages confirmed earlier are gone; checks the first `most`, or all."""
 
 
-class Once:
+class CountedPackages:
     """Which packages this run has counted, up to a limit, so that memory stays bounded."""
 
     def __init__(self, most: int = 1_000_000) -> None:

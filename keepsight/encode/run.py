@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from keepsight.encode.items import Item
-from keepsight.encode.results import Encoded, EncodeTarget, Look
-from keepsight.media.company import MOST, is_small
+from keepsight.encode.results import Encoded, EncodeTarget, InspectedItem
+from keepsight.media.shared_passes import MOST, is_small
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,7 +40,7 @@ def usual_threads() -> int:
 
 
 @dataclass(frozen=True)
-class _Going(Generic[R]):
+class _SubmittedGroup(Generic[R]):
     """Some items that a thread processes one after the other."""
 
     sizes: list[int]
@@ -104,7 +104,7 @@ class Ahead(Generic[T, R]):
     ) -> None:
         self._work, self._before, self._after = work, before, after
         self._threads, self._window = threads, _Window(_DEEP * threads, budget)
-        self._lane: queue.SimpleQueue[_Going[R] | Exception | None] = queue.SimpleQueue()
+        self._lane: queue.SimpleQueue[_SubmittedGroup[R] | Exception | None] = queue.SimpleQueue()
         self._together = 1
 
     def over(self, things: Iterable[T]) -> Iterator[R]:
@@ -137,7 +137,7 @@ class Ahead(Generic[T, R]):
                     sizes = [self._before(thing) for thing in group]
                     if not self._window.enter(len(group), sum(sizes)):
                         return
-                    self._lane.put(_Going(sizes, pool.submit(self._work_on, group)))
+                    self._lane.put(_SubmittedGroup(sizes, pool.submit(self._work_on, group)))
                 self._lane.put(None)
             except Exception as error:  # raised where the result is requested
                 self._lane.put(error)
@@ -215,9 +215,9 @@ def run(
     target.look_back(back)
 
 
-def _groups(looks: Iterable[Look]) -> Iterator[list[Look]]:
+def _groups(looks: Iterable[InspectedItem]) -> Iterator[list[InspectedItem]]:
     """Looks that may share a pass of the tower, as far as their sizes go."""
-    group: list[Look] = []
+    group: list[InspectedItem] = []
     for look in looks:
         group.append(look)
         pixels = look.looked.pixels if look.looked is not None else None

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from keepsight.encode import documents, tables
 from keepsight.encode.archives import tar_items, zip_items
-from keepsight.encode.items import Item, Reading, broken, of_file, of_text
+from keepsight.encode.items import Item, ReadOptions, broken, of_file, of_text
 from keepsight.errors import InputError
 
 # File types taken from a folder; a file named directly or by a glob with a suffix is always tried.
@@ -226,13 +226,13 @@ def _table(
 # -- pieces to items -----------------------------------------------------------------------------
 
 
-def items(pieces: Iterable[SourcePiece], reading: Reading) -> Iterator[Item]:
+def items(pieces: Iterable[SourcePiece], reading: ReadOptions) -> Iterator[Item]:
     """The items in some pieces, in order, read on demand."""
     for piece in pieces:
         yield from _items(piece, reading)
 
 
-def _items(piece: SourcePiece, reading: Reading) -> Iterator[Item]:
+def _items(piece: SourcePiece, reading: ReadOptions) -> Iterator[Item]:
     path, place, kind = piece.path, piece.place, piece.kind
     if kind == "pdf":
         yield from documents.pdf_items(path, place, reading.dpi)
@@ -260,7 +260,7 @@ def _is_image(name: str) -> bool:
     return kind_of(name) == "image" and not os.path.basename(name).startswith(".")
 
 
-def count(pieces: Iterable[SourcePiece], reading: Reading) -> int | None:
+def count(pieces: Iterable[SourcePiece], reading: ReadOptions) -> int | None:
     """The number of items in some pieces, as far as it is known without reading them."""
     total = 0
     for piece in pieces:

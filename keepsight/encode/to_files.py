@@ -22,7 +22,7 @@ from keepsight.formats import tensorfile
 from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import KIND, Package
 from keepsight.kinds import Record
-from keepsight.media.naming import Looked
+from keepsight.media.naming import Inspected
 from keepsight.media.sources import Source
 from keepsight.media.visions import expect
 from keepsight.system import private_files
@@ -39,7 +39,7 @@ class Opened:
 
     item: Item
     source: Source | None = None
-    looked: Looked | None = None
+    looked: Inspected | None = None
     error: str | None = None
 
     @property
@@ -84,7 +84,7 @@ class ToFiles:
         except KeepsightError as error:
             return Opened(item, error=str(error))
 
-    def settle(self, look: Opened, beside: Sequence[Looked] = ()) -> Encoded:
+    def settle(self, look: Opened, beside: Sequence[Inspected] = ()) -> Encoded:
         """Find a package by the file's bytes, then by its pixels; otherwise run the tower."""
         item, source = look.item, look.source
         if source is None:
@@ -99,7 +99,7 @@ class ToFiles:
             return Encoded(item.name, "broken", error=str(error))
 
     def _encode(
-        self, item: Item, source: Source, looked: Looked | None, beside: Sequence[Looked]
+        self, item: Item, source: Source, looked: Inspected | None, beside: Sequence[Inspected]
     ) -> Encoded:
         self._vlm.runtime.require_open()
         self._refresh()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from keepsight import digests
 from keepsight.encode.items import Item
-from keepsight.encode.results import Encoded, Once, too_many
+from keepsight.encode.results import CountedPackages, Encoded, too_many
 from keepsight.errors import InputError, KeepsightError, NotStored
 from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import Package
 from keepsight.media.medium import Medium
-from keepsight.media.naming import Looked
+from keepsight.media.naming import Inspected
 from keepsight.media.visions import expect
 from keepsight.store import About
 from keepsight.store.contract import Name
@@ -37,7 +37,7 @@ class LookResult:
     """What a thread found: the medium and whether its package exists, or why it cannot be used."""
 
     item: Item
-    looked: Looked | None = None
+    looked: Inspected | None = None
     medium: Medium | None = None
     there: str | None = None  # its feature id
     error: str | None = None
@@ -62,7 +62,7 @@ class ToStore:
         if store is None:
             raise InputError("this model has no store: load it with store=, or encode to files")
         self._store = store
-        self._once = Once()
+        self._once = CountedPackages()
         self._refused: dict[Name, str] = {}  # since the last flush
         self._refresh()
 
@@ -113,7 +113,7 @@ class ToStore:
 
     # -- in its turn -------------------------------------------------------------------------------
 
-    def settle(self, look: LookResult, beside: Sequence[Looked] = ()) -> Encoded:
+    def settle(self, look: LookResult, beside: Sequence[Inspected] = ()) -> Encoded:
         """Count it if it exists, otherwise run the tower and hand over the package."""
         name = look.item.name
         if look.looked is None or look.medium is None:
@@ -136,7 +136,7 @@ class ToStore:
         status = "kept" if self._once.first(feature_id) else "duplicate"
         return Encoded(name, status, feature_id, tokens)
 
-    def _encode(self, name: str, looked: Looked, beside: Sequence[Looked]) -> Encoded:
+    def _encode(self, name: str, looked: Inspected, beside: Sequence[Inspected]) -> Encoded:
         self._vlm.runtime.require_open()
         self._refresh()  # weights may change at any time; it is noticed here
         medium = self._vision.admit_looked(looked)

@@ -19,14 +19,14 @@ from PIL import Image
 from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip, Record
-from keepsight.media.sources import Fetched, Source, file_label, read_bytes
+from keepsight.media.sources import Source, UrlContents, file_label, read_bytes
 from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, SAMPLED, VideoFile
 from keepsight.system.optional import optional
 
 FILES = (str, os.PathLike, bytes, bytearray, memoryview)
 
 
-def open_clip(clip: object, modality: str, fetched: Fetched | None = None) -> Source:
+def open_clip(clip: object, modality: str, fetched: UrlContents | None = None) -> Source:
     """A source of a video or of sound, from any form of it."""
     if isinstance(clip, Source):
         return clip
@@ -108,7 +108,7 @@ def _frames(clip: object) -> np.ndarray:
     return np.ascontiguousarray(clip)
 
 
-def _sound(clip: object, fetched: Fetched | None) -> Clip:
+def _sound(clip: object, fetched: UrlContents | None) -> Clip:
     """One channel of float32, and its sampling rate (None: the model's)."""
     rate: int | None = None
     if isinstance(clip, dict):

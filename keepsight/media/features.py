@@ -16,9 +16,9 @@ from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdent
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Grid, Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.films import FILM, STEPS, Making, farthest, keys_in, shows, steps_from
+from keepsight.media.films import FILM, STEPS, FeatureOrigin, farthest, keys_in, shows, steps_from
 from keepsight.media.medium import FilmStep, Medium, entry_of, medium_in
-from keepsight.media.naming import Looked, Namer
+from keepsight.media.naming import Inspected, Namer
 from keepsight.media.tower import Tower
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import films_by_step
@@ -67,7 +67,7 @@ class Vision:
         to a model that only this process knows, and stay in memory."""
         self.namer.bind(provenance, code)
         by_step = films_by_step(self._family)
-        self.tower.making = Making(weights, settings, provenance, by_step)
+        self.tower.making = FeatureOrigin(weights, settings, provenance, by_step)
         self._shared = shared
 
     # -- naming ----------------------------------------------------------------------------------
@@ -83,14 +83,14 @@ class Vision:
             return self._medium_of_package(image)
         return self.admit_looked(self.namer.look(image, modality))
 
-    def admit_looked(self, looked: Looked) -> Medium:
+    def admit_looked(self, looked: Inspected) -> Medium:
         """The medium of a look made by some thread; it is known from now on."""
         if looked.pixels is not None:
             self._caches.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
         self.namer.learn(looked)
         return self.medium_of(looked)
 
-    def medium_of(self, looked: Looked) -> Medium:
+    def medium_of(self, looked: Inspected) -> Medium:
         """The medium of a look, without remembering it. Thread-safe."""
         source = looked.source
         return self._medium(looked.entry, lambda: self.namer.preprocess(source))

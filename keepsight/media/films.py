@@ -27,7 +27,7 @@ _GRID = "video_grid_thw"
 
 
 @dataclass(frozen=True)
-class Making:
+class FeatureOrigin:
     """The weights, settings and method by which features are made now."""
 
     weights: str = ""
@@ -47,7 +47,7 @@ class Making:
 
 
 def steps_from(
-    keys: Sequence[str], grid: Grid, making: Making, provenance: Record | None = None
+    keys: Sequence[str], grid: Grid, making: FeatureOrigin, provenance: Record | None = None
 ) -> tuple[FilmStep, ...]:
     """The steps of a film by their keys; positions also depend on the rest of its grid."""
     speed = {name: value for name, value in grid.items() if name != _GRID}

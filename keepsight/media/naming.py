@@ -28,7 +28,7 @@ FILE = "file"  # field of a note for the file name or URL of its picture
 
 
 @dataclass(frozen=True)
-class Looked:
+class Inspected:
     """The result of looking at a medium: its entry, and what is new about it."""
 
     source: Source
@@ -119,7 +119,7 @@ class Namer:
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def look(self, image: object, modality: str = "image") -> Looked:
+    def look(self, image: object, modality: str = "image") -> Inspected:
         """Find or make the entry of a medium in any form. Thread-safe."""
         self._needed_processor()
         makers = self._makers(modality)
@@ -134,15 +134,15 @@ class Namer:
         name = digests.digest("alias", source.name, makers)
         entry = self._alias(name)
         if entry is not None:
-            return Looked(source, entry)
+            return Inspected(source, entry)
         decoded = self._decoded(source)
         digest = source.digest(decoded, makers)
         entry = self._alias(digest)  # other bytes may have these pixels
         if entry is not None:
-            return Looked(source, entry, (name,))
+            return Inspected(source, entry, (name,))
         pixels = self.run_processor(decoded, source)
         entry = self.entry_of(pixels, source=digest)
-        return Looked(source, entry, (digest, name), pixels)
+        return Inspected(source, entry, (digest, name), pixels)
 
     def entry_of(self, pixels: Pixels, **more: object) -> Record:
         """The remembered entry of a medium, with the steps of a film."""
@@ -150,7 +150,7 @@ class Namer:
             more["steps"] = [step.key for step in steps_of(self._family, pixels)]
         return entry_of(pixels, **more)
 
-    def learn(self, looked: Looked) -> None:
+    def learn(self, looked: Inspected) -> None:
         """Remember the result of a look."""
         for name in looked.aliases:
             self._remember(name, looked.entry, looked.source.file)

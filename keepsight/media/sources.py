@@ -84,7 +84,7 @@ def file_label(where: str) -> str:
     return "".join(c for c in name if c.isprintable())[:_LONGEST_LABEL]
 
 
-class Fetched(Protocol):
+class UrlContents(Protocol):
     """Remembers the contents of URLs."""
 
     def get(self, url: str) -> bytes:
@@ -94,7 +94,7 @@ class Fetched(Protocol):
         """The picture."""
 
 
-def open_source(image: object, fetched: Fetched | None = None) -> Source:
+def open_source(image: object, fetched: UrlContents | None = None) -> Source:
     """A source from any form of image."""
     if isinstance(image, Source):
         return image  # already opened
@@ -114,7 +114,7 @@ def open_source(image: object, fetched: Fetched | None = None) -> Source:
     )
 
 
-def _from_text(text: str, fetched: Fetched | None) -> Source:
+def _from_text(text: str, fetched: UrlContents | None) -> Source:
     if text.startswith("data:"):
         return _from_bytes(_data_uri(text), "the data URI")
     if text.startswith(("http://", "https://")):
@@ -124,7 +124,7 @@ def _from_text(text: str, fetched: Fetched | None) -> Source:
     return _from_file(Path(text))
 
 
-def read_bytes(where: Readable, fetched: Fetched | None = None) -> bytes:
+def read_bytes(where: Readable, fetched: UrlContents | None = None) -> bytes:
     """The bytes behind a path, a URL, a data URI, or bytes themselves."""
     if isinstance(where, bytes | bytearray | memoryview):
         return bytes(where)

@@ -2,7 +2,7 @@
 proof.
 
 One medium, or one time step of a film, is one pass, so no other medium and no budget changes a bit.
-Small pictures share one where it is shown that this changes none either (company.py).
+Small pictures share one where it is shown that this changes none either (shared_passes.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from keepsight.errors import FileError, ImageError, TowerRan
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.company import MOST, Company
-from keepsight.media.films import FILM, STEPS, Making, Tensors, joined
+from keepsight.media.films import FILM, STEPS, FeatureOrigin, Tensors, joined
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
+from keepsight.media.shared_passes import MOST, SharedPasses
 from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of
@@ -27,15 +27,15 @@ from keepsight.models.tower_pieces import TowerParts, tower_in_pieces
 
 
 class Tower:
-    """The tower of one model, for one tenant. It remembers nothing but the last company."""
+    """The tower of one model, for one tenant. It remembers only what shared the last pass."""
 
     def __init__(self, family: Family, namer: Namer, caches: MediaCaches, tenant: str) -> None:
         self._family, self._namer = family, namer
         self._caches, self._tenant = caches, tenant
-        self.making = Making()
+        self.making = FeatureOrigin()
         self.about: Record = {}  # for people: part of every package's record
         self.parts = TowerParts()  # how modules ran in the last pass
-        self.company = Company(family)
+        self.shared_passes = SharedPasses(family)
         self.milliseconds = 0.0  # of the pass before, for each picture in it
         self._ready: dict[str, Package] = {}  # of pictures that shared that pass
 
@@ -55,10 +55,10 @@ class Tower:
         start = time.perf_counter()
         pixels = self._pixels_of(medium)
         steps = steps_of(self._family, pixels)
-        form = self.company.form(pixels, self.making) if len(steps) == 1 else ""
+        form = self.shared_passes.form(pixels, self.making) if len(steps) == 1 else ""
         if form:
             media = [(medium, pixels), *self._waiting(medium, form, beside, is_new)]
-            made = self.company.run(form, [one for _, one in media], self._run)
+            made = self.shared_passes.run(form, [one for _, one in media], self._run)
         else:
             media, made = [(medium, pixels)], [self._run(step) for step in steps]
             if len(made) > 1:
@@ -83,7 +83,7 @@ class Tower:
             pixels = self._caches.pixels.get(self._tenant, other.key)
             if pixels is None or other.feature_id in (*found, medium.feature_id):
                 continue
-            if self.company.form(pixels, self.making) == form and is_new(other):
+            if self.shared_passes.form(pixels, self.making) == form and is_new(other):
                 found[other.feature_id] = other, pixels
         return list(found.values())
 
@@ -168,7 +168,7 @@ class Tower:
             )
 
 
-def _alone(key: str, pixels: Pixels, making: Making) -> Medium:
+def _alone(key: str, pixels: Pixels, making: FeatureOrigin) -> Medium:
     """One step of a film as a medium."""
     names = making.names(key, pixels.modality)
     layout, kind = pixels.layout, pixels.modality

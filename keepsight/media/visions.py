@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
-from keepsight.media.company import MOST
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
-from keepsight.media.naming import Looked
+from keepsight.media.naming import Inspected
+from keepsight.media.shared_passes import MOST
 from keepsight.models.tower_pieces import TowerParts
 
 
@@ -24,8 +24,8 @@ def feature_stats(visions: Iterable[Vision]) -> Record:
     for vision in visions:
         counts = {name: counts[name] + n for name, n in vision.counts.items()}
         parts.add(vision.parts)
-        shared += vision.tower.company.shared
-        tried |= vision.tower.company.outcomes
+        shared += vision.tower.shared_passes.shared
+        tried |= vision.tower.shared_passes.outcomes
     return {
         **counts,
         "together": shared,
@@ -34,7 +34,7 @@ def feature_stats(visions: Iterable[Vision]) -> Record:
     }
 
 
-def expect(vision: Vision, looks: Iterable[Looked]) -> list[Medium]:
+def expect(vision: Vision, looks: Iterable[Inspected]) -> list[Medium]:
     """Media that come next, whose pixels wait. They are learnt each in its turn."""
     media = []
     for looked in looks:

@@ -32,7 +32,7 @@ class CannotCut(Exception):
     """A call that cannot be split; nothing was changed."""
 
 
-class _Enough(Exception):
+class _StopPass(Exception):
     """Keys and values of a piece are known; its pass can stop."""
 
 
@@ -169,7 +169,7 @@ def same(one: object, other: object) -> bool:
 # -- attention ---------------------------------------------------------------------------------
 
 
-class LookCount(TorchFunctionMode):
+class AttentionCalls(TorchFunctionMode):
     """Counts attention calls between rows. Torch keeps such modes per thread."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class LookCount(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Look:
+class _AttentionCall:
     """The arguments of one attention call that can be split: all rows see all rows."""
 
     def __init__(self, rows: int, args: Given, options: Record) -> None:
@@ -197,7 +197,7 @@ class _Look:
             raise CannotCut("its attention has other rows")
 
 
-class _Gathering(TorchFunctionMode):
+class _CollectKeys(TorchFunctionMode):
     """Collects keys and values of each piece, and stops its pass there."""
 
     def __init__(self, length: int) -> None:
@@ -210,7 +210,7 @@ class _Gathering(TorchFunctionMode):
     ) -> object:
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        look = _Look(self.rows, args, kwargs or {})
+        look = _AttentionCall(self.rows, args, kwargs or {})
         for name in ("key", "value"):
             part = look.given[name]
             if name not in self.kept:
@@ -218,10 +218,10 @@ class _Gathering(TorchFunctionMode):
                 room = part.new_empty(1, self._length, heads, width)
                 self.kept[name] = room.transpose(1, 2)
             self.kept[name].narrow(2, self.start, self.rows).copy_(part)
-        raise _Enough
+        raise _StopPass
 
 
-class _Asking(TorchFunctionMode):
+class _QueryAllKeys(TorchFunctionMode):
     """Lets each piece attend to the keys and values of all."""
 
     def __init__(self, kept: dict[str, torch.Tensor]) -> None:
@@ -233,7 +233,7 @@ class _Asking(TorchFunctionMode):
     ) -> object:
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        look = _Look(self.rows, args, kwargs or {})
+        look = _AttentionCall(self.rows, args, kwargs or {})
         self.looks += 1
         if self.looks > 1:
             raise CannotCut("its rows attend to each other more than once")
@@ -271,15 +271,15 @@ def _spans(call: RowCall, looks: bool, piece: int) -> Iterator[tuple[int, int]]:
 def _with_all(forward: Forward, call: RowCall, piece: int) -> Iterator[tuple[int, int, object]]:
     """The rows of one picture, which attend to each other."""
     parts = list(ranges(call.count, piece, LEAST))
-    with _Gathering(call.count) as gathering:
+    with _CollectKeys(call.count) as gathering:
         for start, stop in parts:
             gathering.start, gathering.rows = start, stop - start
             try:
                 call.part(start, stop).to(forward)
-            except _Enough:
+            except _StopPass:
                 continue
             raise CannotCut("its rows attend to each other in another way")
-    asking = _Asking(gathering.kept)
+    asking = _QueryAllKeys(gathering.kept)
     for start, stop in parts:
         asking.rows, asking.looks = stop - start, 0
         with asking:  # stop replacing: the consumer may run other code

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from keepsight.models import piecewise
 from keepsight.models.families.tower_absent import tower_parts
 from keepsight.models.lazy_rows import LazyRows
-from keepsight.models.piecewise import CannotCut, Forward, LookCount, RowCall, in_pieces, same
+from keepsight.models.piecewise import AttentionCalls, CannotCut, Forward, RowCall, in_pieces, same
 
 if TYPE_CHECKING:
     from keepsight.models.families import Family, Pixels
@@ -85,7 +85,7 @@ class PieceForward:
         if call is None or call.count * call.each <= BOUND:
             return forward(*args, **options)
         parts: TowerParts = _here.parts
-        looks = _how(self.module, forward, call)
+        looks = _row_relation(self.module, forward, call)
         if looks is not None:
             with contextlib.suppress(CannotCut):  # the trial was too small to show this
                 found = in_pieces(forward, call, looks, piecewise.PIECE)
@@ -112,13 +112,13 @@ def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[TowerParts]:
     put: list[PieceForward] = []
     try:
         for module in modules:
-            put.append(_put(module))
+            put.append(_install(module))
         _here.tried, _here.parts = {} if put else None, parts
         yield parts
     finally:
         _here.tried, _here.parts = before
         for forward in put:
-            _take_away(forward)
+            _uninstall(forward)
 
 
 def _modules(family: Family, pixels: Pixels) -> list[torch.nn.Module]:
@@ -148,7 +148,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
     return own and (not module._modules or isinstance(module, torch.nn.ModuleList))
 
 
-def _put(module: torch.nn.Module) -> PieceForward:
+def _install(module: torch.nn.Module) -> PieceForward:
     with _lock:
         found = vars(module).get(_FORWARD)
         forward = found if isinstance(found, PieceForward) else PieceForward(module)
@@ -157,7 +157,7 @@ def _put(module: torch.nn.Module) -> PieceForward:
         return forward
 
 
-def _take_away(forward: PieceForward) -> None:
+def _uninstall(forward: PieceForward) -> None:
     with _lock:
         forward.users -= 1
         home = vars(forward.module)
@@ -189,7 +189,7 @@ def _looked_up(forward: Forward, args: tuple[object, ...], options: Mapping[str,
 # -- trials ---------------------------------------------------------------------------------------
 
 
-def _how(module: torch.nn.Module, forward: Forward, call: RowCall) -> bool | None:
+def _row_relation(module: torch.nn.Module, forward: Forward, call: RowCall) -> bool | None:
     """Whether the rows of such a call attend to each other; None if it cannot be split."""
     if _is_watched(module) or isinstance(module, PreTrainedModel):  # these return more than rows
         return None
@@ -250,7 +250,7 @@ def _try(forward: Forward, call: RowCall) -> bool | None:
     """Compare pieces with one pass, on noise."""
     try:
         trial = call.part(0, _trial_rows(call)).random()
-        with LookCount() as counting:
+        with AttentionCalls() as counting:
             whole = trial.to(forward)
         looks = counting.looks > 0
         pieces = in_pieces(forward, trial, looks, piecewise.LEAST)

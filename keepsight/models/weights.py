@@ -26,7 +26,7 @@ from keepsight.models.families.tower_absent import (
 )
 from keepsight.models.fingerprint.describe import Describer
 from keepsight.models.fingerprint.difference import Difference, Row
-from keepsight.models.fingerprint.evidence import doubted
+from keepsight.models.fingerprint.evidence import failed_proofs
 from keepsight.models.fingerprint.patches import LibraryCode
 from keepsight.models.fingerprint.stock import stock_parts
 from keepsight.models.fingerprint.undescribed import ObjectNumbers
@@ -97,7 +97,7 @@ class Weights:
         rows = [*difference.rows, *self._unusual(named, describer)]
         rows += self._replaced_code(repr((config, rows)))
         beliefs = [*difference.beliefs, *self._code.beliefs]
-        seen = doubted(beliefs, lambda: [watch, *self._code.watches])
+        seen = failed_proofs(beliefs, lambda: [watch, *self._code.watches])
         rows += [(b.path, (*b.label, describer.value(b.thing, b.path))) for b in seen]
         self.config = digests.digest("config", repr(config))
         self.settings = self._family.vision_settings()

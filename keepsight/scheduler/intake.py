@@ -34,7 +34,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium
-from keepsight.media.naming import Looked
+from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Report
 from keepsight.scheduler.ticket import Ticket
@@ -211,7 +211,7 @@ class PromptOrder:
         self._vlm, self.messages, self.call = vlm, messages, call
         self.media: list[Medium] = []  # in the order in which they are given
         self.bound: object = None  # the weights and settings of their names
-        self._looked: list[Looked] = []
+        self._looked: list[Inspected] = []
         self._fresh = True
         self.prompt = _NOTHING
         self.turn: Turn | None = None
@@ -272,7 +272,7 @@ class PromptOrder:
     def _unchanged(self, vision: Vision, medium: Medium) -> bool:
         return vision.again(medium).feature_id == medium.feature_id
 
-    def _learn(self, vision: Vision, looked: Looked) -> None:
+    def _learn(self, vision: Vision, looked: Inspected) -> None:
         if vision.where(vision.medium_of(looked)) == "tower":
             vision.admit_looked(looked)
         else:  # another request had the same picture, so its pixels are not needed

@@ -260,7 +260,7 @@ class Family:
         return self.encode_together([pixels])[0]
 
     def encode_together(self, media: Sequence[Pixels]) -> list[tuple[dict[str, torch.Tensor], str]]:
-        """Several in one call: only where that is shown to change no bit (`beside.py`)."""
+        """Several in one call: only where that is shown to change no bit (`batch_trial.py`)."""
         device = self.model.device
         joined = media[0].tensors if len(media) == 1 else self.join_pixels(media)
         inputs = {name: tensor.to(device) for name, tensor in joined.items()}

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 Span = tuple[int, int]  # range of the placeholders of one tile
 
 
-class Marked(Family):
+class MarkedTiles(Family):
     """Shared code of these families. A family says how tiles are packed and where an image
     begins."""
 
@@ -123,7 +123,7 @@ class Marked(Family):
         return {"features": own(features)}, "list"
 
 
-class Idefics3(Marked):
+class Idefics3(MarkedTiles):
     """`pixel_values` of shape (prompts, most tiles, channels, height, width), with a mask.
 
     A token that names its place precedes each tile. The same kind of token closes the last tile of
@@ -227,7 +227,7 @@ class Idefics2(Idefics3):
         return super().join_pixels(grown)
 
 
-class Lfm2Vl(Marked):
+class Lfm2Vl(MarkedTiles):
     """`pixel_values` of shape (tiles, most patches, values), with a mask and a shape per tile.
 
     One token before each tile names it. Between two images are at least two: one closes, one opens.
@@ -284,7 +284,7 @@ class Lfm2Vl(Marked):
         return joined
 
 
-class MiniCpmV(Marked):
+class MiniCpmV(MarkedTiles):
     """`pixel_values` of shape (1, channels, patch side, columns): all patches on the last axis.
 
     The whole picture comes first, after the token that opens an image; slices have another token.

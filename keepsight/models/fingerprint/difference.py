@@ -20,8 +20,8 @@ from keepsight.models import upstream
 from keepsight.models.families.tower_absent import AbsentTower
 from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import Describer, Plain
-from keepsight.models.fingerprint.evidence import Belief, Proof
-from keepsight.models.fingerprint.onlookers import only_looks, passes_on
+from keepsight.models.fingerprint.evidence import HarmlessObject, Proof
+from keepsight.models.fingerprint.observers import only_observes, passes_on
 from keepsight.models.fingerprint.stock import (
     BASE,
     NOTES,
@@ -78,7 +78,7 @@ class Difference:
         self._stock, self._describer, self._watch = stock, describer, watch
         self.derived: list[tuple[str, str]] = []  # buffers whose dtype is not Transformers'
         self.rows: list[Row] = []
-        self.beliefs: list[Belief] = []  # left out of the rows because they change nothing
+        self.beliefs: list[HarmlessObject] = []  # left out of the rows because they change nothing
         self._exported = hasattr(model, "exported")
         for path, module in model.named_modules(remove_duplicate=False):
             self._hold(module, path)
@@ -130,7 +130,7 @@ class Difference:
             how = tuple(flag for flag in flags if key in home[flag])
             if is_silent(key, hook):
                 continue
-            proof = only_looks(hook, _HANDED_BACK.get((name, how), -1))
+            proof = only_observes(hook, _HANDED_BACK.get((name, how), -1))
             if proof is not None:
                 self._believe(path, proof, ("hook", name, *how), hook)
             else:
@@ -138,7 +138,7 @@ class Difference:
 
     def _believe(self, path: str, proof: Proof, label: tuple[str, ...], thing: object) -> None:
         proof.hold(self._watch, QUIET)
-        self.beliefs.append(Belief(path, proof, label, thing))
+        self.beliefs.append(HarmlessObject(path, proof, label, thing))
 
     def _idle(self, module: torch.nn.Module, path: str) -> Iterator[str]:
         """Functions set on a module that only observe the class's own functions."""

@@ -122,7 +122,7 @@ def array_like(value: object) -> bool:
 
 
 @dataclass(eq=False)
-class Belief:
+class HarmlessObject:
     """An object in a model that was proven to change nothing, and its description otherwise."""
 
     path: str
@@ -131,7 +131,9 @@ class Belief:
     thing: object
 
 
-def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> Iterator[Belief]:
+def failed_proofs(
+    beliefs: Iterable[HarmlessObject], watches: Callable[[], list[Watch]]
+) -> Iterator[HarmlessObject]:
     """Yield beliefs that fail: the function writes into what the model reads, or another one stores
     tensors in its numbers.
 

@@ -19,8 +19,8 @@ from keepsight import digests
 from keepsight.kinds import Record
 from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import CALLED, Describer, Plain
-from keepsight.models.fingerprint.evidence import Belief, Proof
-from keepsight.models.fingerprint.onlookers import passes_on
+from keepsight.models.fingerprint.evidence import HarmlessObject, Proof
+from keepsight.models.fingerprint.observers import passes_on
 from keepsight.models.fingerprint.undescribed import BY_NAME, PLAIN, ObjectNumbers, class_dict
 from keepsight.models.fingerprint.watch import Watch, closure
 
@@ -51,7 +51,7 @@ class LibraryCode:
         self._own: dict[tuple[type, str], FunctionType] = {}  # library functions, as last seen
         self.replaced: dict[type | None, list[Plain]] = {}  # by class, or None for shared entries
         self.digest = self.differs = ""
-        self.beliefs: list[Belief] = []  # functions in classes that only observe
+        self.beliefs: list[HarmlessObject] = []  # functions in classes that only observe
 
     def refresh(self, kinds: frozenset[type], written: str) -> bool:
         """Read the code of these classes, in a model with these facts. Returns whether anything had
@@ -67,7 +67,7 @@ class LibraryCode:
         bases = {base for kind in kinds for base in kind.__mro__}
         self._left: list[FunctionType] = []
         self._mentioned: set[str] = set()  # names and strings in the functions
-        self._guests: list[_Guest] = []
+        self._guests: list[_AddedFunction] = []
         for base in sorted(bases, key=lambda base: (base.__module__, base.__qualname__)):
             self._read_class(base, watch)
         self._read_tensors(watch)
@@ -155,7 +155,7 @@ class LibraryCode:
     def _believe(self, proof: Proof, base: type, name: str, value: object) -> None:
         proof.hold(self._reading, _OWNER)
         place = functions.place_of(base)
-        self.beliefs.append(Belief("*", proof, ("replaced", *place, name), value))
+        self.beliefs.append(HarmlessObject("*", proof, ("replaced", *place, name), value))
 
     def _replace(self, base: type | None, what: Plain) -> None:
         place = functions.place_of(base) if base is not None else ()
@@ -170,7 +170,7 @@ class LibraryCode:
                 where = (*functions.place_of(kind), name)
                 if isinstance(function, FunctionType):
                     if _is_added(name, function):
-                        self._guests.append(_Guest(where, name, function, False))
+                        self._guests.append(_AddedFunction(where, name, function, False))
                     else:
                         self._read_function(where, function, followed=False)
                 elif functions.is_builtin(function) or not _is_library_member(value):
@@ -261,8 +261,8 @@ class LibraryCode:
         for key, value in list(table.items())[:_MANY]:
             where = (place, name, str(key))
             if isinstance(value, FunctionType):
-                if _is_guest(place, value):
-                    self._guests.append(_Guest(where, str(key), value, True))
+                if _is_foreign_entry(place, value):
+                    self._guests.append(_AddedFunction(where, str(key), value, True))
                 else:
                     self._read_function(where, value, followed=True)
             elif type(value) not in PLAIN or not name.startswith("_"):
@@ -288,7 +288,7 @@ class LibraryCode:
         return key in self._mentioned or repr(key) in self._written
 
 
-class _Guest(NamedTuple):
+class _AddedFunction(NamedTuple):
     """A function that a library added to another library's table or to tensors."""
 
     where: tuple[str, ...]
@@ -303,7 +303,7 @@ _CONSTANTS = (list, tuple, set, frozenset, torch.Tensor, np.ndarray, SimpleNames
 _NESTED = ("torch.nn", "torch.nn.functional")
 
 
-def _is_guest(place: str, function: FunctionType) -> bool:
+def _is_foreign_entry(place: str, function: FunctionType) -> bool:
     """Whether a library's function is in another library's table."""
     inside = list(functions.layers(function))
     home = functions.place_of(inside[-1])[0]

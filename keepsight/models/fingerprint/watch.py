@@ -34,7 +34,7 @@ def same(one: object, other: object) -> bool:
 
 
 @dataclass
-class _Home:
+class _DictCopy:
     """A copy of a dict: all of it except some names, or only some names."""
 
     home: dict[Any, object]
@@ -90,7 +90,7 @@ class Watch:
 
     def __init__(self, quick: bool = True) -> None:
         self._quick = quick
-        self._homes: dict[tuple[int, frozenset[str] | None], _Home] = {}
+        self._homes: dict[tuple[int, frozenset[str] | None], _DictCopy] = {}
         self._things: dict[int, tuple[object, type, dict[Any, object], set[Owner]]] = {}
         self._lists: dict[int, tuple[Collection[object], list[object], set[Owner]]] = {}
         self._others: list[tuple[Callable[[], Sequence[object]], Sequence[object], Owner]] = []
@@ -111,7 +111,7 @@ class Watch:
         """Hold a dict."""
         known = self._homes.get((id(home), only))
         if known is None:
-            self._homes[id(home), only] = _Home(home, {owner}, ignored, quiet, only)
+            self._homes[id(home), only] = _DictCopy(home, {owner}, ignored, quiet, only)
         else:
             known.owners.add(owner)
 

@@ -17,7 +17,7 @@ from keepsight.models.fingerprint.kinds import NOTHING, PASSED, Kind, is_models
 _MOCKED = ("_mock_side_effect", "_mock_delegate", "_mock_return_value", "_mock_wraps")
 
 
-def only_looks(hook: object, handed_back: int) -> Proof | None:
+def only_observes(hook: object, handed_back: int) -> Proof | None:
     """Prove that a hook returns only its argument or nothing, and changes nothing.
 
     `handed_back` is the index of the argument that a hook may return unchanged.

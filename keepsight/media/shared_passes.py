@@ -12,13 +12,13 @@ import torch
 
 from keepsight import digests
 from keepsight.errors import TowerRan
-from keepsight.media.films import Making, Tensors
-from keepsight.models.beside import other_bits, why_not
+from keepsight.media.films import FeatureOrigin, Tensors
+from keepsight.models.batch_trial import other_bits, why_not
 from keepsight.models.families import Family, Pixels
 
 logger = logging.getLogger(__name__)
 
-SMALL = 1 << 19  # numbers of a picture's pixels, up to which company pays
+SMALL = 1 << 19  # numbers of a picture's pixels, up to which a shared pass pays
 MOST = 8  # pictures in a call
 WORTH = 128  # of a form, before a trial pays: it takes as long as some 30 of them, for a fifth
 _FORMS = 512  # that are remembered
@@ -26,13 +26,13 @@ Made = tuple[Tensors, str]
 
 
 def is_small(pixels: Pixels) -> bool:
-    """Whether a picture may gain from company."""
+    """Whether a picture may gain from a shared pass."""
     tensors = pixels.tensors.values()
     few = all(t.is_floating_point() or t.numel() <= 64 for t in tensors)
     return few and pixels.modality == "image" and sum(t.numel() for t in tensors) <= SMALL
 
 
-class Company:
+class SharedPasses:
     """How many pictures of which form go through one model's tower at once."""
 
     def __init__(self, family: Family) -> None:
@@ -42,7 +42,7 @@ class Company:
         self.shared = 0  # pictures that shared a call
         self.outcomes: dict[str, str] = {}  # for people
 
-    def form(self, pixels: Pixels, making: Making) -> str:
+    def form(self, pixels: Pixels, making: FeatureOrigin) -> str:
         """All that a trial depends on; empty where the picture goes alone."""
         tensors = pixels.tensors
         if not is_small(pixels):

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 
 import keepsight as ks
 from keepsight.models.fingerprint import kinds
-from keepsight.models.fingerprint.onlookers import only_looks, passes_on
+from keepsight.models.fingerprint.observers import only_observes, passes_on
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
 LOOKS: list[Callable[..., Any]] = []
@@ -279,12 +279,12 @@ def gives_its_own(*args: Any, a: Any = 0, b: Any = 1, c: Any = 2) -> Any:
 
 @pytest.mark.parametrize("hook", LOOKS, ids=lambda hook: getattr(hook, "__name__", "object"))
 def test_it_only_looks(hook: Any) -> None:
-    assert only_looks(hook, 2)
+    assert only_observes(hook, 2)
 
 
 @pytest.mark.parametrize("hook", ACTS, ids=lambda hook: hook.__name__)
 def test_it_is_not_believed(hook: Any) -> None:
-    assert not only_looks(hook, 2)
+    assert not only_observes(hook, 2)
 
 
 def original(x: Any, scale: float = 1.0) -> Any:
@@ -322,7 +322,7 @@ def test_only_one_call_with_all_arguments_passes_on() -> None:
 def test_other_versions_of_python_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ((3, 10, 0), (3, 14, 0)):
         monkeypatch.setattr(kinds.sys, "version_info", version)
-        assert not only_looks(hands_back, 2)
+        assert not only_observes(hands_back, 2)
 
 
 def test_no_method_that_is_believed_changes_something_else_than_a_tensor() -> None:
@@ -399,7 +399,7 @@ def test_a_hook_that_writes_what_the_model_reads_is_not_believed(vlm: Any) -> No
 
     layer.register_forward_pre_hook(before)
     layer.register_forward_hook(after)
-    assert only_looks(before, 1) and only_looks(after, 2)
+    assert only_observes(before, 1) and only_observes(after, 2)
     assert namespace(vlm) != named
     changed = logits(vlm, MESSAGES)
     assert not torch.equal(changed, first) and torch.equal(changed, cold(vlm, MESSAGES))
