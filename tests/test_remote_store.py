@@ -792,7 +792,7 @@ def test_a_circle_in_a_listing_that_lies_ends() -> None:
         ("snapshot", KEYS[2]),
     }
     pinned = dict([entry(1, 2, pinned=True), entry(2, 1)])
-    assert len(ranking.held(pinned)) == 2 and ranking.adrift(table) == []
+    assert len(ranking.held(pinned)) == 2 and ranking.orphaned(table) == []
 
 
 # -- other processes -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from keepsight.core.turn import Turn
 from keepsight.errors import Busy
 from keepsight.scheduler import Ticket, Together
 from keepsight.scheduler.admission import Admission
-from keepsight.scheduler.shares import Guests, Shares
+from keepsight.scheduler.shares import Shares, SideJobs
 from keepsight.system.accounts import under_salt
 
 GREEDY = {"do_sample": False}
@@ -127,7 +127,7 @@ class Visits:
 
     def __init__(self) -> None:
         self.shares, self.admission = Shares(), Admission(1)
-        self.guests = Guests(self.shares, self.admission)
+        self.guests = SideJobs(self.shares, self.admission)
         self.inside: list[str] = []
         self.ends: dict[str, threading.Event] = {}
         self.threads: list[threading.Thread] = []

@@ -11,7 +11,7 @@ from server_harness import Scripted, asked, live
 
 from keepsight.server import middleware, pace
 from keepsight.server.errors import ApiError
-from keepsight.server.pace import FairPace
+from keepsight.server.pace import FairRateLimit
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
         await self._sleep(0)
 
 
-def run(fair: FairPace, clock: Clock, clients: str) -> list[tuple[str, float]]:
+def run(fair: FairRateLimit, clock: Clock, clients: str) -> list[tuple[str, float]]:
     """Who was let in, and when, of clients that all come at once."""
     came: list[tuple[str, float]] = []
 
@@ -49,7 +49,7 @@ def test_a_client_that_asks_without_end_waits_behind_one_that_asks_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    fair = FairPace(lambda: True, per_second=10, at_once=2)
+    fair = FairRateLimit(lambda: True, per_second=10, at_once=2)
     came = run(fair, clock, "aaaaaaab")
     assert "".join(client for client, _ in came) == "aaabaaaa"
     assert [when for _, when in came] == [0, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -58,7 +58,7 @@ def test_a_client_that_asks_without_end_waits_behind_one_that_asks_once(
 def test_nobody_waits_while_no_answer_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     busy = [False]
-    fair = FairPace(lambda: busy[0], per_second=10, at_once=1)
+    fair = FairRateLimit(lambda: busy[0], per_second=10, at_once=1)
     assert run(fair, clock, "aaaa") == [("a", 0)] * 4
     busy[0] = True
     # What went before it mattered is not held against anybody for longer than a moment.
@@ -69,14 +69,14 @@ def test_where_too_many_wait_one_of_whoever_has_most_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    fair = FairPace(lambda: True, per_second=10, at_once=1, held=3)
+    fair = FairRateLimit(lambda: True, per_second=10, at_once=1, held=3)
     came = run(fair, clock, "aaaab")
     assert sorted(client for client, _ in came) == ["a", "a", "a", "a 429", "b"]
 
 
 def test_who_gives_up_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    fair = FairPace(lambda: True, per_second=10, at_once=1)
+    fair = FairRateLimit(lambda: True, per_second=10, at_once=1)
 
     async def main() -> float:
         await fair.wait("a")
@@ -105,12 +105,12 @@ def test_only_what_is_no_answer_waits_and_only_beside_answers(
 ) -> None:
     waited: list[str] = []
 
-    class Noted(FairPace):
+    class Noted(FairRateLimit):
         async def wait(self, client: str) -> None:
             if self._busy():
                 waited.append(client)
 
-    monkeypatch.setattr(middleware, "FairPace", Noted)
+    monkeypatch.setattr(middleware, "FairRateLimit", Noted)
     script = Scripted("one", "two", "three", wait=0.3)
     with live(demo, script) as server:
         assert server.call(path, body)[0] == status and not waited

@@ -35,7 +35,7 @@ from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.remote import RemoteStore
-from keepsight.store.remote_upkeep import Upkeep
+from keepsight.store.remote_upkeep import Housekeeping
 from keepsight.testing.stores import KEYS
 
 T = TypeVar("T")
@@ -380,7 +380,7 @@ def test_an_address_that_does_not_answer_holds_up_no_statistics(stalled: Any) ->
     assert far.stats()["entries"] == 2
     fill(far, 2)
     far._counting.doubt()
-    stall = stalled(Upkeep, "count")
+    stall = stalled(Housekeeping, "count")
     for _ in range(3):
         assert soon(lambda: far.stats(0.05))["entries"] == 3, "as far as this process knows"
     assert stall.reached.is_set()
@@ -456,7 +456,7 @@ def test_answers_that_are_slow_each_time_are_bounded_together(
     now = [0.0]
     monkeypatch.setattr(timeout, "time", SimpleNamespace(monotonic=lambda: now[0]))
     disk = health.Health("a disk", lambda: now[0])
-    reach, asked = timeout.Reach(disk), list[int]()
+    reach, asked = timeout.DiskCalls(disk), list[int]()
     assert reach.ask_beside(lambda call: True, 0) == []
 
     def look(call: Any, seconds: float, nbytes: int = 0) -> bool:

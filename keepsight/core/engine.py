@@ -33,7 +33,7 @@ from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Node, Received
 from keepsight.prefix.prompt import Prompt
-from keepsight.system.devices import Order
+from keepsight.system.devices import StreamOrder
 
 MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
 
@@ -90,7 +90,7 @@ class Engine:
         self.kernels: Kernels | None = None  # the current kernels that make any cut exact
         self._patterns: dict[str, Record] = {}  # by namespace
         self._placement: Placement | None = None
-        self._order = Order()
+        self._order = StreamOrder()
 
     def bind(self, making: str) -> None:
         """Set the current model and kernels; called before each turn. Work that this caller queues

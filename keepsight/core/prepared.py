@@ -161,8 +161,7 @@ class Prefix:
             joined.setdefault(id(prompt), behind(self._prompt, prompt))
         asked.prompts = [joined[id(prompt)] for prompt in asked.prompts]
 
-    # -- held snapshots
-    # ------------------------------------------------------------------------------
+    # -- held snapshots ---------------------------------------------------------------------------
 
     def _render(self) -> Prompt:
         return self._runtime.render(self._history.messages, self._call, generate=False)

@@ -76,8 +76,7 @@ def blocks_of(lane: Lane) -> int:
     return GRID // RULE_BLOCK if has_rule else 1
 
 
-# -- inputs of a step
-# -------------------------------------------------------------------------------
+# -- inputs of a step -----------------------------------------------------------------------------
 
 
 def step_inputs(

@@ -188,8 +188,7 @@ class Weights:
         self.dtype = _dtype(self._named(), absent, derived)
         self.vision_dtype = _dtype(self._vision(), absent, seen)
 
-    # -- what exists
-    # ---------------------------------------------------------------------------------
+    # -- what exists ------------------------------------------------------------------------------
 
     def _vision(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _persistent(self._model, self._family.vision_weights())

@@ -91,7 +91,7 @@ def below(store: Store, node: Node) -> Below:
     return {node.digest if base is None else base: upon for base, upon in found.items()}
 
 
-def nodes_upon(node: Node, described: list[tuple[str, Record]]) -> Iterator[Node]:
+def dependents_of(node: Node, described: list[tuple[str, Record]]) -> Iterator[Node]:
     """Nodes that directly depend on a node, as described in the store; not read, and not
     adopted."""
     for digest, record in described:

@@ -29,7 +29,7 @@ LOGITS = "logits"  # tensors with one row per token of the whole prompt
 
 
 @dataclass(eq=False)
-class Home:
+class NamespaceState:
     """What all nodes of one namespace share."""
 
     tenant: str = ""
@@ -47,7 +47,7 @@ class Home:
 
 
 @dataclass(frozen=True)
-class Way:
+class HostCopy:
     """How tensors came to the host, and how to return them."""
 
     devices: dict[str, torch.device]  # the original device of each tensor
@@ -65,7 +65,7 @@ class Part:
     tensors: Tensors | None = None
     tier: str = NOWHERE
     nbytes: int = 0
-    way: Way | None = None
+    way: HostCopy | None = None
     on_device: int = 0  # number of parts that depend on this one, per tier
     on_host: int = 0
 
@@ -124,7 +124,7 @@ class Node:
     ends: Counter[int] = field(default_factory=Counter)  # number of children per end
 
     def __post_init__(self) -> None:
-        self.home: Home = Home() if self.parent is None else self.parent.home
+        self.home: NamespaceState = NamespaceState() if self.parent is None else self.parent.home
         self.rows, self.state = Part(self), Part(self)
 
     def __repr__(self) -> str:
@@ -296,7 +296,7 @@ class Paths:
         if not nodes:
             self._nodes.pop(place, None)
 
-    def elsewhere(self, path: str, home: Home) -> list[Node]:
+    def elsewhere(self, path: str, home: NamespaceState) -> list[Node]:
         """The most recently used nodes with this path in other namespaces of the same tenant."""
         found: list[Node] = []
         for node in reversed(self._nodes.get((home.tenant, path), {})):

@@ -25,7 +25,7 @@ from keepsight.prefix.node import (
     DEVICE,
     HOST,
     NOWHERE,
-    Home,
+    NamespaceState,
     Node,
     Part,
     Paths,
@@ -58,7 +58,7 @@ class Residency:
         self.budget, self.host_budget, self.quota, self.ttl = budget, host_budget, quota, ttl
         self.has_fixed, self.store = has_fixed, store
         self.roots: dict[str, Node] = {}
-        self._homes: dict[str, Home] = {}  # tenant of each namespace, cleared or not
+        self._homes: dict[str, NamespaceState] = {}  # tenant of each namespace, cleared or not
         self.device, self.host = Tier(DEVICE), Tier(HOST)
         self.evictions = self.demotions = self.promotions = 0
         self.measured = (0.0, 0)  # milliseconds of prefill, and the tokens computed in them
@@ -83,7 +83,8 @@ class Residency:
         """The root of all paths of a namespace; it belongs to one tenant and one store."""
         if namespace not in self._homes:
             owner = tenant or ""
-            self._homes[namespace] = Home(owner, store or self._store_of(owner), namespace)
+            store = store or self._store_of(owner)
+            self._homes[namespace] = NamespaceState(owner, store, namespace)
         home = self._homes[namespace]
         if tenant not in (None, home.tenant):
             raise InputError("this namespace belongs to another tenant; each has its own")

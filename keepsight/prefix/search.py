@@ -72,7 +72,7 @@ class Search(Residency):
         if rule.states:
             return self._match_states(self.root(namespace), prompt, rule)
         root = self.root(namespace)
-        trail = self.ways.begin(root, prompt, _lies_somewhere)
+        trail = self.ways.begin(root, prompt, _rows_in_memory)
         found = self._along(trail, prompt, rule)
         if root.home.store is None or len(prompt) - found.length <= RUN // 2:
             return found
@@ -156,7 +156,7 @@ class Search(Residency):
             if above is None or (above.looked_up and above is not node):
                 continue
             above.looked_up = True
-            for child in archive.nodes_upon(above, described):
+            for child in archive.dependents_of(above, described):
                 child.leased, child.on_disk = self.ttl is not None, True
                 self._adopt(child)
                 self.tombstones.note(child)
@@ -254,7 +254,7 @@ class Search(Residency):
 
     def _known_from(self, node: Node, prompt: Prompt) -> Known:
         states, evicted = len(self._needs(node)) > 1, None
-        stands = _lies_whole if states else _lies_somewhere
+        stands = _fully_in_memory if states else _rows_in_memory
         trail = self.seen.begin(node, prompt, stands)
         node = trail.end
         while True:
@@ -306,14 +306,14 @@ class Search(Residency):
         self._will_expire(node)
 
 
-def _lies_somewhere(node: Node) -> bool:
+def _rows_in_memory(node: Node) -> bool:
     """Whether the rows of a node are in memory and never expire."""
     return node.rows.tier != NOWHERE and not node.leased
 
 
-def _lies_whole(node: Node) -> bool:
+def _fully_in_memory(node: Node) -> bool:
     """Whether rows and end states of a node are in memory and never expire."""
-    return node.state.tier != NOWHERE and _lies_somewhere(node)
+    return node.state.tier != NOWHERE and _rows_in_memory(node)
 
 
 def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:

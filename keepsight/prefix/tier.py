@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import torch
 
-from keepsight.prefix.node import Part, Tensors, Way
+from keepsight.prefix.node import HostCopy, Part, Tensors
 from keepsight.store import EvictionQueue, Order, usefulness
 from keepsight.system.devices import to_devices, to_host
 
@@ -106,7 +106,7 @@ def copy_out(part: Part) -> Tensors:
     asynchronous copies the device waits, not the program."""
     tensors = part.tensors or {}
     copies, fence = to_host(tensors)
-    part.way = Way({name: tensor.device for name, tensor in tensors.items()}, fence)
+    part.way = HostCopy({name: tensor.device for name, tensor in tensors.items()}, fence)
     return {name: c.clone() if c is tensors[name] else c for name, c in copies.items()}
 
 

@@ -75,7 +75,7 @@ class Trails:
             if trail.root is root and (shared := trail.shares(made, most)) > most:
                 best, most = trail, shared
         if best is not None:
-            count = _standing(best, most, stands)
+            count = _valid_length(best, most, stands)
             made.nodes, made.versions = best.nodes[:count], best.versions[:count]
             if most == len(best.ids):  # the search continues there
                 self._latest.remove(best)
@@ -91,7 +91,7 @@ class Trails:
         return len(self._latest)
 
 
-def _standing(trail: Trail, shared: int, stands: Callable[[Node], bool]) -> int:
+def _valid_length(trail: Trail, shared: int, stands: Callable[[Node], bool]) -> int:
     """Number of nodes of a trail that another prompt passes too, given the tokens they share."""
     parent = trail.root
     for count, (node, version) in enumerate(zip(trail.nodes, trail.versions, strict=True)):

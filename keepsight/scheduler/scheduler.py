@@ -27,7 +27,6 @@ from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, cl
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
 from keepsight.scheduler.intake import Follow, Intake, Request
-from keepsight.scheduler.line import Line
 from keepsight.scheduler.policy import (
     PREFILL_PIECE,
     SequenceSizes,
@@ -36,7 +35,8 @@ from keepsight.scheduler.policy import (
     next_of,
 )
 from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
-from keepsight.scheduler.shares import Guests
+from keepsight.scheduler.request_queue import RequestQueue
+from keepsight.scheduler.shares import SideJobs
 from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import release_team
@@ -85,8 +85,8 @@ class Together:
         self.counts = Counts()
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
         self._admission = Admission(max_running + max_waiting)
-        self._line = Line(self._sizes, self._decoding, max_running, self._budget)
-        self._guests = Guests(self._line.shares, self._admission)
+        self._line = RequestQueue(self._sizes, self._decoding, max_running, self._budget)
+        self._guests = SideJobs(self._line.shares, self._admission)
         self.beside = self._guests.turn  # other work with the model, from any thread
         self._rounds = 0
         release_team()  # from here on another thread computes

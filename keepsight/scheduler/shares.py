@@ -78,7 +78,7 @@ _LOOK = 0.5  # seconds after which a waiting thread checks that the server still
 
 
 @dataclass(eq=False)
-class Guest:
+class SideJob:
     """One piece of work that waits for its turn, or runs."""
 
     account: str
@@ -86,7 +86,7 @@ class Guest:
     seconds: float = 0.0  # seconds it took
 
 
-class Guests:
+class SideJobs:
     """Work with the model besides requests: pin, remove or list. It runs in separate threads,
     because it may wait for a disk. An account has one such piece at a time. They start in order of
     arrival while their account is not held back, and are charged to it. `turn` is for any thread,
@@ -95,13 +95,13 @@ class Guests:
     def __init__(self, shares: Shares, admission: Admission) -> None:
         self._shares, self._admission = shares, admission
         self._lock = Mutex()
-        self._came, self._left = list[Guest](), list[Guest]()
-        self._waiting, self._inside = list[Guest](), set[Guest]()
+        self._came, self._left = list[SideJob](), list[SideJob]()
+        self._waiting, self._inside = list[SideJob](), set[SideJob]()
 
     @contextmanager
     def turn(self, account: str) -> Iterator[None]:
         """Wait for a turn, and take it; at once if the scheduler has stopped."""
-        guest = Guest(account)
+        guest = SideJob(account)
         with self._lock:
             self._came.append(guest)
         self._admission.ring()
@@ -130,13 +130,13 @@ class Guests:
         while (able := self._next()) is not None:
             self._let_in(able)
 
-    def _next(self) -> Guest | None:
+    def _next(self) -> SideJob | None:
         """The next to start: a waiting one may have held back others."""
         busy = {guest.account for guest in self._inside}
         free = (guest for guest in self._waiting if guest.account not in busy)
         return next((one for one in free if not self._shares.is_held_back(one.account)), None)
 
-    def _let_in(self, guest: Guest) -> None:
+    def _let_in(self, guest: SideJob) -> None:
         """Start it; from now on it holds back no request, because it may wait for a disk."""
         self._waiting.remove(guest)
         self._shares.leave(guest.account)

@@ -106,7 +106,7 @@ class MessageReader:
         }
         for name, value in more.items():
             if value is not None:
-                made[name] = sound(value, f"{place}.{name}")
+                made[name] = checked_text(value, f"{place}.{name}")
         if message.tool_calls:
             calls = enumerate(message.tool_calls)
             made["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in calls]
@@ -134,13 +134,13 @@ class MessageReader:
             else:
                 raise invalid(place, f"{place} is missing; expected a text or a list of parts")
         if isinstance(content, str):
-            text = sound(content, place)
+            text = checked_text(content, place)
             return [_text(text)] if message.role in _LISTS else text
         if not content:
             raise invalid(place, f"{place} is an empty list; expected at least one part")
         made = []
         for i, part in enumerate(content):
-            with _standing(f"{place}[{i}]"):
+            with _located(f"{place}[{i}]"):
                 if isinstance(part, parts.ThoughtPart) and message.role == "assistant":
                     continue
                 made += self._part(part, f"{place}[{i}]")
@@ -151,9 +151,9 @@ class MessageReader:
     def _part(self, part: parts.Part, place: str) -> list[Record]:
         if isinstance(part, parts.TextPart):
             self._uncached(part, place)
-            return [_text(sound(part.text, f"{place}.text"))]
+            return [_text(checked_text(part.text, f"{place}.text"))]
         if isinstance(part, parts.RefusalPart):
-            return [_text(sound(part.refusal, f"{place}.refusal"))]
+            return [_text(checked_text(part.refusal, f"{place}.refusal"))]
         if isinstance(part, parts.ThoughtPart):
             raise invalid(place, f"{place}: thoughts are parts of an assistant's message")
         if isinstance(part, parts.ImagePart):
@@ -202,7 +202,7 @@ class MessageReader:
             here = f"{place}[{i}]"
             if not isinstance(image, str) or not image:
                 raise invalid(here, f"{here}: expected base64, a data URI or an address")
-            with _standing(here):
+            with _located(here):
                 named = scheme(image) in (*FETCHED, "data", "file") or image.startswith("file-")
                 data = self._bytes(image, here) if named else _decoded(image, here)
                 made += self._pictures(data, self._shown(None, None, here), here)
@@ -282,11 +282,11 @@ class MessageReader:
                 left = self.config.bytes("url_bytes") - sum(map(len, self._fetched.values()))
                 seconds = self.config.seconds("url_timeout")
                 fetcher = Fetcher(max(left, 0), seconds, self.config.allow_private_urls)
-                self._fetched[url] = fetcher.fetch(sound(url, place))
+                self._fetched[url] = fetcher.fetch(checked_text(url, place))
             return self._fetched[url]
         if url.startswith("file-"):
             return self.files.read(self.tenant, url, place)
-        return _bare_picture(url) or self._local(sound(url, place), place)
+        return _bare_picture(url) or self._local(checked_text(url, place), place)
 
     def _local(self, url: str, place: str) -> bytes:
         """A file under an allowed folder. Forbidden files look like absent ones."""
@@ -316,7 +316,7 @@ class MessageReader:
 
 
 @contextlib.contextmanager
-def _standing(place: str) -> Iterator[None]:
+def _located(place: str) -> Iterator[None]:
     """Add the place in the request to an error about a file; its parser does not know the place."""
     try:
         yield
@@ -332,7 +332,7 @@ def _standing(place: str) -> Iterator[None]:
 _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
 
 
-def sound(text: str, place: str) -> str:
+def checked_text(text: str, place: str) -> str:
     """A text that can be written as UTF-8; unpaired surrogates are refused."""
     try:
         text.encode()
@@ -375,10 +375,10 @@ def _bare_picture(text: str) -> bytes | None:
 def _call(call: schema.ToolCall, place: str) -> Record:
     """A tool call as templates want it: arguments as a record, if possible."""
     given = call.function.arguments
-    arguments = given if isinstance(given, dict) else arguments_of(sound(given, place))
-    name = sound(call.function.name, place)
+    arguments = given if isinstance(given, dict) else arguments_of(checked_text(given, place))
+    name = checked_text(call.function.name, place)
     return {
-        **({} if call.id is None else {"id": sound(call.id, place)}),
+        **({} if call.id is None else {"id": checked_text(call.id, place)}),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Scope
 
 from keepsight.server.errors import ApiError
-from keepsight.server.pace import Pace
+from keepsight.server.pace import RateLimit
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
@@ -31,7 +31,7 @@ class BodyIntake:
         self._service = service
         self._held = 0
         self._incomplete: set[asyncio.Timeout] = set()  # bytes of arriving bodies
-        self._pace = Pace(_BYTES_A_SECOND)
+        self._pace = RateLimit(_BYTES_A_SECOND)
 
     async def whole(self, receive: Receive, announced: int | None) -> bytes:
         """A body within its limits of size and time. `announced`: its length as claimed by the

@@ -27,7 +27,7 @@ from keepsight.server import log
 from keepsight.server.callers import Caller, account_from, host_of, is_loopback, is_own_name
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.intake import announced_by, closing, is_long
-from keepsight.server.pace import FairPace
+from keepsight.server.pace import FairRateLimit
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.schema import ChatRequest
 from keepsight.server.site import FILES
@@ -130,7 +130,7 @@ class RequestMiddleware:
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
         self._bodies = service.bodies
         self._answering = 0
-        self._turns = FairPace(lambda: self._answering > 0)
+        self._turns = FairRateLimit(lambda: self._answering > 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request from its first byte to its log line."""

@@ -20,7 +20,7 @@ _AT_ONCE = 20  # burst after a pause
 _HELD = 1024  # most waiting requests
 
 
-class Pace:
+class RateLimit:
     """A rate limit that all clients share."""
 
     def __init__(self, per_second: float) -> None:
@@ -34,7 +34,7 @@ class Pace:
             await asyncio.sleep(self._next - now)
 
 
-class FairPace:
+class FairRateLimit:
     """A rate limit that serves clients in turn, applied while `busy` returns True."""
 
     def __init__(

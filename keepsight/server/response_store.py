@@ -165,7 +165,7 @@ class ResponseStore:
         """The items of a whole conversation: those of earlier responses, then those of the body
         with ids resolved."""
         chain = self._chain(owner, whose, body.previous_response_id)
-        meant = _Meant(self._largest)
+        meant = _ReferencedResponses(self._largest)
         for stored in chain:
             meant.take(stored.nbytes, BEFORE)  # before any of it is read
         before = [
@@ -183,7 +183,9 @@ class ResponseStore:
             last = chain[-1].previous
         return chain[::-1]
 
-    def _resolved(self, owner: str, whose: str, placed: Placed, meant: _Meant) -> Placed:
+    def _resolved(
+        self, owner: str, whose: str, placed: Placed, meant: _ReferencedResponses
+    ) -> Placed:
         item, place = placed
         if not isinstance(item, Reference):
             return placed
@@ -195,7 +197,7 @@ class ResponseStore:
         return meant.item(stored, item.id, place), place
 
 
-class _Meant:
+class _ReferencedResponses:
     """Resolves the ids of one request. Each response is read once, however often it is referenced,
     and the total size is limited like a body with the full text."""
 

@@ -17,14 +17,14 @@ from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import as_found, name_of
-from keepsight.store.tally import COUNTED, Counted
+from keepsight.store.tally import COUNTED, StoredCounts
 from keepsight.system.lock import Mutex
 
 SWEEP = 1.0  # seconds between two searches for expired entries
 _OWED = 10_000  # rows kept while the catalogue is locked; `check` finds the files of any others
 
 
-class Keeper:
+class CatalogueUpdater:
     """Updates the catalogue around writes."""
 
     def __init__(
@@ -180,13 +180,13 @@ class Keeper:
 
     # -- statistics ------------------------------------------------------------------------------
 
-    def counted(self, tenant: str) -> Counted:
+    def counted(self, tenant: str) -> StoredCounts:
         """A tenant's entries and bytes, from the catalogue."""
 
-        def look(catalogue: Catalogue) -> Counted:
+        def look(catalogue: Catalogue) -> StoredCounts:
             ever = {name: int(catalogue.fact(f"{name} {tenant}")) for name in COUNTED}
             complete = bool(catalogue.fact("complete"))
-            return Counted(catalogue.totals(tenant), ever, time.time(), complete)
+            return StoredCounts(catalogue.totals(tenant), ever, time.time(), complete)
 
         return self.guard.act(look)
 

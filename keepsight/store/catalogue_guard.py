@@ -25,7 +25,7 @@ from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.layout import EntryName
 from keepsight.store.leftovers import forget_empty, remove_empty, settle
-from keepsight.store.ranking import AT_ONCE, choose, knot, left_alone, raise_floor
+from keepsight.store.ranking import AT_ONCE, choose, cycle, orphaned_meanwhile, raise_floor
 from keepsight.store.retry import opened, opened_to_read
 from keepsight.store.rows import accounts, everything, name_of, pins
 from keepsight.system import forks
@@ -345,7 +345,7 @@ class CatalogueGuard:
                     stay.append(place)
             if is_marked:
                 catalogue.mark(stay, THERE)
-            left = left_alone(catalogue, gone)
+            left = orphaned_meanwhile(catalogue, gone)
         self._owed += gone
         self._drop_owed(catalogue, is_full=not is_marked)
         remove_empty(self.folder, map(name_of, gone))
@@ -389,7 +389,7 @@ class CatalogueGuard:
             if excess <= 0:
                 return went, freed
             worst, places = self.act(lambda catalogue, e=excess: choose(catalogue, scope, e))  # type: ignore[misc]
-            places = places or self.act(lambda catalogue: knot(catalogue, scope))
+            places = places or self.act(lambda catalogue: cycle(catalogue, scope))
             gone = self.remove(places) if places else 0
             if not gone:
                 return went, freed

@@ -29,8 +29,8 @@ from keepsight.store.layout import EntryName
 from keepsight.store.leftovers import remove_empty
 from keepsight.store.pending import PendingWrite
 from keepsight.store.rows import as_found, pin_name
-from keepsight.store.tally import COUNTED, Counted
-from keepsight.store.timeout import Reach, TimedCall
+from keepsight.store.tally import COUNTED, StoredCounts
+from keepsight.store.timeout import DiskCalls, TimedCall
 from keepsight.store.writer import Writer
 from keepsight.system.devices import COMPLETE, to_host
 from keepsight.system.exits import when_dropped
@@ -62,7 +62,7 @@ class DiskStore:
         self._guard = CatalogueGuard(self._folder, self._disk)
         self._writer = Writer(self._folder, self._guard, budget, quota, waiting)
         self._reach, self._reads = self._writer.reach, self._writer.reach.health
-        self._listing = Reach(Health(f"the catalogue of {self._folder.root} is slow"))
+        self._listing = DiskCalls(Health(f"the catalogue of {self._folder.root} is slow"))
         self._files = EntryFiles(self._folder, self._writer)
         self._tenant = ""
         self._account: str | None = ""  # account for the quota; None: unknown
@@ -289,7 +289,7 @@ class DiskStore:
         counted (None: not yet); `complete` whether the catalogue knew every file. `state` names
         what the disk currently refuses, and `since` when that began.
         """
-        known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
+        known = self._writer.counted(self._tenant, wait) or StoredCounts({}, {}, None, False)
         counts = dict(self._writer.tally.counts.get(self._tenant, ()))
         healths = (self._disk, self._reads, self._writer.pins)
         disk = next((health for health in healths if health.state != OK), self._disk)

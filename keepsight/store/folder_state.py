@@ -23,7 +23,7 @@ from keepsight.store.rows import row_of
 _TRIAL = EntryName("", "alias", "0" * 64)  # key of an entry that does not exist
 
 
-class Ground:
+class FolderState:
     """Whether the folder can be written."""
 
     def __init__(self, folder: Folder, guard: CatalogueGuard) -> None:

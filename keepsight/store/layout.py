@@ -122,21 +122,21 @@ UPON = "upon"  # a folder of empty objects, whose names say which snapshot depen
 _FIRST = "first"  # stands for the base of entries without one
 
 
-def signposts(kind: str, base: str | None, tenant: str = "") -> str:
+def dependents_folder(kind: str, base: str | None, tenant: str = "") -> str:
     """The folder with the names of all dependents of an entry, of its own kind."""
     return f"{tenant_prefix(tenant)}{UPON}/{kind}/{base[:2] if base else _FIRST}"
 
 
-def signpost(kind: str, key: str, about: About, tenant: str = "") -> str | None:
+def dependent_marker(kind: str, key: str, about: About, tenant: str = "") -> str | None:
     """The empty object that records an entry's base; None if none is needed."""
     base = about.depends_on
     if kind != "snapshot" or (base is not None and base[0] != kind):
         return None
     upon = None if base is None else base[1]
-    return f"{signposts(kind, upon, tenant)}/{upon or _FIRST}-{key}"
+    return f"{dependents_folder(kind, upon, tenant)}/{upon or _FIRST}-{key}"
 
 
-def signed(name: str, base: str | None) -> str | None:
+def marked_dependent(name: str, base: str | None) -> str | None:
     """The dependent's key in such a name; None for other names."""
     upon, _, key = name.rpartition("/")[2].partition("-")
     return key if upon == (base or _FIRST) and _KEY.fullmatch(key) else None

@@ -217,8 +217,8 @@ class Survey:
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
         """The `count` newest direct dependents of an entry; for None, entries without a base."""
-        there = self._link.listed([layout.signposts(kind, base, self._tenant)])
-        signed = ((one.written, layout.signed(one.name, base)) for one in there)
+        there = self._link.listed([layout.dependents_folder(kind, base, self._tenant)])
+        signed = ((one.written, layout.marked_dependent(one.name, base)) for one in there)
         keys = [key for _, key in sorted((at, key) for at, key in signed if key)[-count:]]
         records = self._link.each(lambda key: self._record(kind, key), keys)
         return {base: [(k, r) for k, r in zip(keys, records, strict=True) if r is not None]}

@@ -46,7 +46,7 @@ def held(table: Table) -> set[Name]:
     return fixed
 
 
-def adrift(table: Table) -> list[Name]:
+def orphaned(table: Table) -> list[Name]:
     """Entries whose base is absent."""
     bare = [
         name for name, entry in table.items() if entry.depends_on and entry.depends_on not in table
@@ -90,7 +90,7 @@ def _above(table: Table) -> dict[Name, list[Name]]:
 
 
 AT_ONCE = 256  # removed in one transaction
-_KNOTS = 64  # entries examined for a circle
+_CYCLES = 64  # entries examined for a circle
 
 
 def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list[EntryName]]:
@@ -118,17 +118,17 @@ def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list
     return worst, list(chosen)
 
 
-def knot(catalogue: Catalogue, scope: Scope) -> list[EntryName]:
+def cycle(catalogue: Catalogue, scope: Scope) -> list[EntryName]:
     """Entries that depend on each other in a circle, so that none is last. No store writes that,
     but files may claim it. They are removed together, unless one is pinned."""
-    for place in catalogue.worst(scope, _KNOTS):
+    for place in catalogue.worst(scope, _CYCLES):
         tower = catalogue.tower([place])
         if all(catalogue.usefulness_of(other) is not None for other in tower):
             return tower
     return []
 
 
-def left_alone(catalogue: Catalogue, gone: list[EntryName]) -> list[EntryName]:
+def orphaned_meanwhile(catalogue: Catalogue, gone: list[EntryName]) -> list[EntryName]:
     """Entries written during these removals that depend on a removed one. A dependent with its
     base's key waits for the base to be written again."""
     left = [up for place in gone for up in catalogue.upon(place) if up.key != place.key]

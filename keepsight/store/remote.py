@@ -27,7 +27,7 @@ from keepsight.store.health import OK, UNREACHABLE
 from keepsight.store.listing import EntryHeader, RecentNames, head, tenants_at
 from keepsight.store.losses import larger_than
 from keepsight.store.reader import Reader
-from keepsight.store.remote_upkeep import Allowance, Upkeep, telling
+from keepsight.store.remote_upkeep import Allowance, Housekeeping, named_errors
 from keepsight.store.write_queue import ROOM, Outbox, RemoteWrite
 from keepsight.system.exits import begin, when_dropped
 from keepsight.system.lock import Mutex
@@ -88,7 +88,7 @@ class RemoteStore:
     def tenants(self) -> list[str]:
         """The digests of all tenants that may have entries here; empty for the default tenant."""
         self._outbox.settle()
-        with telling(self.address, "listed"):
+        with named_errors(self.address, "listed"):
             return tenants_at(self._link)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class RemoteStore:
             self._marked.append(True)
         was_over = job.tenant in self._swept or self._seen.old_head(job.name) is not None
         careful = "ttl" in job.metadata or was_over
-        if sign := layout.signpost(job.kind, job.key, job.about, job.tenant):
+        if sign := layout.dependent_marker(job.kind, job.key, job.about, job.tenant):
             self._link.write(sign, [b"{}"], lambda: job.unwanted)
         claims.write(self._link, job.name, parts, lambda: job.unwanted, careful)
         if job.unwanted:
@@ -278,7 +278,7 @@ class RemoteStore:
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant, in no order."""
         self._outbox.settle()
-        with telling(self.address, "listed"):
+        with named_errors(self.address, "listed"):
             table = self._upkeep().table()
         over = [name for name, entry in table.items() if self._is_over(entry)]
         gone = set(chain(*ranking.together(table, over)))
@@ -313,13 +313,13 @@ class RemoteStore:
         }
 
     def _count_all(self, tenant: str) -> Kinds | None:
-        return self._reader.asked("", Upkeep(self._link, self._seen, tenant).count)
+        return self._reader.asked("", Housekeeping(self._link, self._seen, tenant).count)
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
         """Pin an entry and what it depends on, whatever the budget; False if absent."""
         layout.checked(kind, key)
         self._outbox.settle()
-        with telling(self.address, "pinned"):
+        with named_errors(self.address, "pinned"):
             if not self._link.exists(self._name(kind, key)):  # ask the address, not memory
                 return False
             self._upkeep().pin((kind, key), pinned)
@@ -347,14 +347,14 @@ class RemoteStore:
             return sum(self.of_digest(tenant).clear() for tenant in self.tenants())
         freed = self._remove(list)
         self._outbox.withdraw(lambda job: job.tenant == self._tenant)
-        with telling(self.address, "removed"):
+        with named_errors(self.address, "removed"):
             self._upkeep().clear_rest()
         return freed
 
     def gc(self, budget: int) -> int:
         """Remove this tenant's least useful entries until the rest fits; return the bytes freed."""
         freed = self._remove(lambda t: ranking.least_useful(t, budget, time.time()), counted=True)
-        with telling(self.address, "removed"):
+        with named_errors(self.address, "removed"):
             self._upkeep().sweep(_HOUR)
         return freed
 
@@ -370,7 +370,7 @@ class RemoteStore:
     def _remove(self, choose: Callable[[_Table], list[Name]], counted: bool = False) -> int:
         """Remove the chosen entries, and cancel those that wait to be written."""
         self._outbox.settle()
-        with telling(self.address, "removed"):
+        with named_errors(self.address, "removed"):
             table = self._upkeep().table()
             names = choose(table)
             layers = ranking.together(table, names)
@@ -387,11 +387,11 @@ class RemoteStore:
         if place is None or now < self._swept.get(place.tenant, -_SWEPT) + _SWEPT:
             return
         self._swept[place.tenant] = now
-        work = Upkeep(self._link, self._seen, place.tenant).sweep_ended
+        work = Housekeeping(self._link, self._seen, place.tenant).sweep_ended
         begin(work, "keepsight-sweep")
 
-    def _upkeep(self) -> Upkeep:
-        return Upkeep(self._link, self._seen, self._tenant)
+    def _upkeep(self) -> Housekeeping:
+        return Housekeeping(self._link, self._seen, self._tenant)
 
     def _count(self, what: str, more: int = 1) -> None:
         with self._lock:

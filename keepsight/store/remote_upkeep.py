@@ -28,7 +28,7 @@ _HOUR = 3600.0
 
 
 @contextlib.contextmanager
-def telling(address: str, what: str) -> Iterator[None]:
+def named_errors(address: str, what: str) -> Iterator[None]:
     """Raise an error for a failed operation at the address."""
     try:
         yield
@@ -36,7 +36,7 @@ def telling(address: str, what: str) -> Iterator[None]:
         raise StoreError(f"{address}: entries cannot be {what}: {error}") from error
 
 
-class Upkeep(Survey):
+class Housekeeping(Survey):
     """Operations on many entries of one tenant."""
 
     def remove(self, table: Table, layers: list[list[Name]]) -> int:
@@ -52,13 +52,13 @@ class Upkeep(Survey):
         path = self.path(name)
         gone = self._link.remove(path)
         self._seen.removed(path)
-        sign = layout.signpost(*name, About(depends_on=entry.depends_on), self._tenant)
+        sign = layout.dependent_marker(*name, About(depends_on=entry.depends_on), self._tenant)
         if sign is not None:
             self._link.remove(sign)
         return gone
 
     def clear_rest(self) -> None:
-        """Remove other objects: pins, signposts, and leftovers of killed writers."""
+        """Remove other objects: pins, dependents_folder, and leftovers of killed writers."""
         signs = self._link.listed(self._link.folders(f"{self._prefix}{layout.UPON}/snapshot"))
         rest = [self.pin_name(name) for name in self.pins()] + [one.name for one in signs]
         self._remove_objects(rest)
@@ -122,13 +122,13 @@ class Upkeep(Survey):
         table = self.table()
         read = list(self._link.each(self._wrong, list(self.found())))
         damaged = {name: why for name, why in read if why is not None}
-        adrift = [name for name in ranking.adrift(table) if name not in damaged]
+        orphaned = [name for name in ranking.orphaned(table) if name not in damaged]
         lines = list(damaged.values())
-        for kind, key in adrift:
+        for kind, key in orphaned:
             base = table[kind, key].depends_on
             lines.append(f"{kind}/{key}: what it depends on is absent ({base})")
         if repair:
-            self.remove(table, ranking.together(table, [*damaged, *adrift]))
+            self.remove(table, ranking.together(table, [*damaged, *orphaned]))
             self.sweep(_HOUR)
         return lines
 
@@ -153,9 +153,9 @@ class Upkeep(Survey):
 def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None) -> int:
     """Evict the least useful entries until the rest fits, of one tenant or (None) of all; return
     how many."""
-    table = whole_table(link, seen) if tenant is None else Upkeep(link, seen, tenant).table()
+    table = whole_table(link, seen) if tenant is None else Housekeeping(link, seen, tenant).table()
     names = ranking.least_useful(table, budget, time.time())
-    keepers = {entry.tenant: Upkeep(link, seen, entry.tenant) for entry in table.values()}
+    keepers = {entry.tenant: Housekeeping(link, seen, entry.tenant) for entry in table.values()}
 
     def remove(name: Name) -> bool:
         entry = table[name]

@@ -20,7 +20,7 @@ _GATHERED = 100_000  # uses and other counts that wait for a refusing disk
 
 
 @dataclass(frozen=True)
-class Counted:
+class StoredCounts:
     """A tenant's entries and bytes at the last count."""
 
     kinds: dict[str, dict[str, int]]
@@ -30,7 +30,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingCounts:
     """Changes that the catalogue does not have yet."""
 
     uses: dict[EntryName, int]
@@ -47,7 +47,7 @@ class StoreCounters:
         self.counts: OrderedDict[str, Counter[str]] = OrderedDict()
         # unusable when read; still in the catalogue
         self.ended: set[EntryName] = set()
-        self.known: dict[str, Counted] = {}
+        self.known: dict[str, StoredCounts] = {}
         self.start_anew()
 
     def start_anew(self) -> None:
@@ -66,7 +66,7 @@ class StoreCounters:
             trim(self.counts)
             trim(self._events, _GATHERED)
 
-    def know(self, tenant: str, counted: Counted) -> None:
+    def know(self, tenant: str, counted: StoredCounts) -> None:
         """Record a tenant's current count."""
         with self._lock:
             self.known.pop(tenant, None)
@@ -112,21 +112,21 @@ class StoreCounters:
         """Whether any event waits for the catalogue."""
         return bool(self._events)
 
-    def take(self) -> Due:
+    def take(self) -> PendingCounts:
         """Take out all changes for the catalogue."""
         with self._lock:
             uses, self._uses = dict(self._uses), Counter()
             events, self._events = dict(self._events), Counter()
             refused, self._refused = self._refused, set()
-            return Due(uses, events, list(self.ended), refused)
+            return PendingCounts(uses, events, list(self.ended), refused)
 
-    def put_back(self, due: Due) -> None:
+    def put_back(self, due: PendingCounts) -> None:
         """Put changes back that the catalogue refused."""
         with self._lock:
             self._events.update(due.events)
         self._add_refused(due.refused)
 
-    def settle(self, due: Due) -> None:
+    def settle(self, due: PendingCounts) -> None:
         """Record that unusable entries were removed."""
         with self._lock:
             self.ended.difference_update(due.ended)

@@ -125,7 +125,7 @@ def start(call: TimedCall) -> None:
     worker.give(call)
 
 
-class Reach:
+class DiskCalls:
     """Calls to one disk that are abandoned if it is slow."""
 
     def __init__(self, health: Health) -> None:

@@ -17,18 +17,18 @@ from collections.abc import Sequence
 
 from keepsight.errors import StoreError
 from keepsight.store import entryfile, layout
-from keepsight.store.after_write import Keeper
+from keepsight.store.after_write import CatalogueUpdater
 from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder, PartFile
-from keepsight.store.folder_state import Ground
+from keepsight.store.folder_state import FolderState
 from keepsight.store.health import LONGEST_PAUSE, OK, PINNED, Health
 from keepsight.store.layout import EntryName
 from keepsight.store.losses import TOO_MUCH, larger_than
 from keepsight.store.pending import STUCK, Pending, PendingWrite
 from keepsight.store.rows import begin_accounts, name_of
-from keepsight.store.tally import Counted, Due, StoreCounters
-from keepsight.store.timeout import Reach
+from keepsight.store.tally import PendingCounts, StoreCounters, StoredCounts
+from keepsight.store.timeout import DiskCalls
 from keepsight.system import forks
 from keepsight.system.exits import STORES, begin, finish_before_exit
 
@@ -52,9 +52,10 @@ class Writer:
         self.folder, self.guard, self.disk = folder, guard, guard.disk
         self.budget, self.quota = budget, quota
         self.tally, self.pending = StoreCounters(), Pending(waiting)
-        self.reach = Reach(Health(f"the store {folder.root} cannot be read"))
+        self.reach = DiskCalls(Health(f"the store {folder.root} cannot be read"))
         self.pins = Health(f"the store {folder.root} takes nothing more")
-        self._keeper, self._ground = Keeper(folder, guard, budget, quota), Ground(folder, guard)
+        self._keeper = CatalogueUpdater(folder, guard, budget, quota)
+        self._ground = FolderState(folder, guard)
         self.start_anew()
         forks.renew(self.start_anew)
         finish_before_exit(self, STORES)
@@ -69,8 +70,7 @@ class Writer:
         self._stopping = self._retired = False
         self._ground.start_anew()
 
-    # -- for callers
-    # ---------------------------------------------------------------------------------
+    # -- for callers ------------------------------------------------------------------------------
 
     def hand_over(self, job: PendingWrite) -> None:
         """Queue a write, if there is room for it."""
@@ -121,7 +121,7 @@ class Writer:
         with self._wake:
             self._awake()
 
-    def counted(self, tenant: str, wait: float) -> Counted | None:
+    def counted(self, tenant: str, wait: float) -> StoredCounts | None:
         """A tenant's count: a new one if done within `wait` seconds, otherwise the last one.
         After one call waited in vain, the others do not wait."""
         with self._wake:
@@ -268,9 +268,9 @@ class Writer:
     def _after(self, tenants: set[str] | None = None, batch: Sequence[PendingWrite] = ()) -> None:
         due = self.tally.take()
         if self.disk.is_aside or not self._keeper.count(due.uses, due.events):
-            self.tally.put_back(Due({}, due.events, [], set()))
+            self.tally.put_back(PendingCounts({}, due.events, [], set()))
         if self.disk.is_aside:
-            self.tally.put_back(Due({}, {}, [], due.refused))
+            self.tally.put_back(PendingCounts({}, {}, [], due.refused))
             return
         with contextlib.suppress(OSError):
             self._keeper.let_fall([p for p in due.refused if p not in self.pending.jobs])
@@ -392,8 +392,7 @@ class Writer:
             logger.exception("writing %s failed; going on without it", name_of(place))
         return None
 
-    # -- a refusing disk
-    # ----------------------------------------------------------------------------
+    # -- a refusing disk --------------------------------------------------------------------------
 
     def _lose(self, place: EntryName, why: str) -> None:
         self.pending.losses.add(place.tenant, (place.kind, place.key), why)

@@ -74,7 +74,7 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-class Order:
+class StreamOrder:
     """Orders the work of callers that use separate streams.
 
     What a model remembers was computed on one caller's stream; the next caller's stream has to wait
@@ -85,7 +85,7 @@ class Order:
         self._last: dict[torch.device, torch.Stream] = {}
 
     def follow(self, devices: Iterable[torch.device]) -> None:
-        """Order all work queued from now on after the work queued before the last call."""
+        """StreamOrder all work queued from now on after the work queued before the last call."""
         for device in devices:
             streams = _streams(device)
             if streams is None:

@@ -26,19 +26,19 @@ SCHEDULERS, MODELS, STORES = 0, 1, 2  # in the order in which they end
 SECONDS = 10.0  # seconds for all of it, each time
 
 
-class Ending(Protocol):
+class Finishable(Protocol):
     """Something that has to be finished."""
 
     def before_exit(self, seconds: float) -> object:
         """Finish within this many seconds, or give up. It may be used again afterwards."""
 
 
-_all: dict[int, weakref.WeakSet[Ending]] = {
+_all: dict[int, weakref.WeakSet[Finishable]] = {
     stage: weakref.WeakSet() for stage in (SCHEDULERS, MODELS, STORES)
 }
 
 
-def finish_before_exit(ending: Ending, stage: int) -> None:
+def finish_before_exit(ending: Finishable, stage: int) -> None:
     """Register an object's `before_exit`, unless it is garbage-collected earlier."""
     _all[stage].add(ending)
 

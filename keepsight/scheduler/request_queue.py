@@ -12,7 +12,7 @@ from keepsight.scheduler.policy import SequenceSizes, next_of
 from keepsight.scheduler.shares import Shares
 
 
-class Line:
+class RequestQueue:
     """Holds all requests and chooses the next one. At most `most` run at once, in `budget` bytes;
     if all of them belong to one account, one more of another account may run."""
 
