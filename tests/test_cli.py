@@ -492,6 +492,18 @@ def test_families_are_those_of_the_library() -> None:
     assert [line.split(" ")[0] for line in said[1:-1]] == sorted(SUPPORTED)  # a line for each
 
 
+def test_one_family_is_told_in_detail_and_an_unknown_one_by_what_is_near() -> None:
+    said = run("families", "Qwen3-VL", columns=80).stdout
+    assert "qwen_vl.QwenVL" in said and "prefix: whatever two prompts begin with" in said
+    assert "llava" not in said and max(map(len, said.splitlines())) <= 80
+    assert "only an identical prompt" in run("families", "paligemma").stdout
+    told = last_json(run("families", "mllama", "--json").stdout)
+    assert (told["model_type"], told["reuses"]) == ("mllama", "same media")
+    for wrong, near in (("qwen9_vl", "did you mean qwen3_vl or "), ("zzz", "families lists them")):
+        words = refused("families", wrong)
+        assert f"model type {wrong!r} is not listed" in words and near in words
+
+
 def test_bench_gets_every_argument_and_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepsight import __version__
-from keepsight.cli import cache, encode, export, plan, serve
+from keepsight.cli import cache, encode, export, families, plan, serve
 from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from keepsight.formats.package import Package
-    from keepsight.models.families import Family
 
 app = typer.Typer(
     cls=ErrorsByName,
@@ -305,37 +304,7 @@ def verify(
     raise typer.Exit(0 if ok else 1)
 
 
-@app.command()
-def families(as_json: Json = False) -> None:
-    """List the model types that Keepsight serves exactly."""
-    with loading_line("PyTorch"):
-        from keepsight.models.families import SUPPORTED
-
-    rows = [
-        {
-            "model_type": name,
-            "reuses": family.reuse,
-            "family": f"{family.__module__}.{family.__name__}",
-            "about": _about(family),
-        }
-        for name, family in sorted(SUPPORTED.items())
-    ]
-    if as_json:
-        json_line(rows)
-        return
-    shown = table("model type", "reuses", "served by")
-    for row in rows:
-        short = row["family"].removeprefix("keepsight.models.families.")
-        shown.add_row(row["model_type"], row["reuses"], short)
-    console().print(shown)
-    console().print("--json says what each family is about", style="dim")
-
-
-def _about(family: type[Family]) -> str:
-    """What a family reuses, and the first line of its module docstring."""
-    first = (sys.modules[family.__module__].__doc__ or "").split("\n\n")[0]
-    said = " ".join(first.split())
-    return said if family.reuse == "prefix" else f"{said} Reuses: {family.reuse}."
+app.command("families")(families.families)
 
 
 @app.command(
