@@ -108,6 +108,26 @@ def test_options_reach_the_run(folder: Path) -> None:
     assert sum(half[-1]["images"] for half in halves) == 2
 
 
+def test_the_model_may_be_the_first_word(folder: Path) -> None:
+    to = ("--to", "store", "--json")
+    option = lines(run("a.png", *to, "--model", "demo-hybrid").stdout)
+    first = lines(run("demo-hybrid", "a.png", *to).stdout)
+    other = lines(run("demo", "a.png", *to).stdout)
+    assert [rows[0]["status"] for rows in (option, first, other)] == ["encoded", "kept", "encoded"]
+    assert "name one model" in refused("demo", "a.png", *to, "--model", "demo-hybrid")
+    assert "write: keepsight encode demo PICTURES --to FOLDER" in refused("demo", *to)
+    assert "did you mean demo-hybrid?" in refused("demo-hybird", "a.png", *to)
+    assert "of the Hub is named with --model" in refused("owner/model", "a.png", *to)
+    # What is there is a source, whatever it is called and whatever else lies in it.
+    Path("demo").mkdir()
+    Path("demo/config.json").write_text('{"title": "my pictures"}')
+    Path("demo/p.png").write_bytes(png(9))
+    assert lines(run("demo", "a.png", *to).stdout)[-1]["images"] == 2
+    Path("demo/config.json").write_text('{"model_type": "qwen3_vl"}')
+    beside = run("demo", "a.png", *to, "--model", "demo-hybrid").stdout
+    assert lines(beside)[-1]["images"] == 2
+
+
 def test_what_makes_no_sense_is_refused_by_name(folder: Path) -> None:
     to = ("--to", "store")
     assert "there is no such file" in refused("nope", *to)

@@ -6,6 +6,7 @@ All work on images is in `keepsight.encode`; here are only texts and files.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -22,16 +23,18 @@ from rich.console import Console
 
 from keepsight.cli import progress
 from keepsight.cli.loading_line import loading_line
-from keepsight.cli.model_names import check_model
+from keepsight.cli.model_names import DEMO_NAMES, check_model
 from keepsight.cli.options import (
     DeviceMap,
     Dtype,
     Json,
     MaxPixels,
     MinPixels,
-    Model,
+    SomeModel,
     Tenant,
     load,
+    model_first,
+    one_model,
     pixel_limits,
     refused_by,
 )
@@ -59,7 +62,7 @@ _SOURCES = (
 
 
 def encode(
-    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help=_SOURCES)],
+    words: Annotated[list[str], typer.Argument(metavar="[MODEL] SOURCE...", help=_SOURCES)],
     to: Annotated[
         str, typer.Option("--to", help="The store: a folder, or an address such as s3://b/name.")
     ],
@@ -69,7 +72,7 @@ def encode(
             "--files", help="Write .sight files into --to, one for each image, instead of a store."
         ),
     ] = False,
-    model: Model = "demo",
+    model: SomeModel = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     store: Annotated[
@@ -107,10 +110,37 @@ def encode(
     ] = False,
 ) -> None:
     """Encode images into a store, each different image once; run it again to resume."""
+    model, sources = _model_and_sources(words, model)
     pixels = (min_pixels, max_pixels)
     rest = (errors, as_json, verbose)
     which = (sources, to, files, store, model, dtype, device_map, pixels, column, dpi, fps, shard)
     raise typer.Exit(run(Asked(*which, max_tokens, codec, tenant, threads, ray, workers, *rest)))
+
+
+def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[str]]:
+    """The model, from the first word or `--model`, and what is to be encoded.
+
+    A folder beside `--model` is a source, whatever is in it.
+    """
+    named, sources = model_first(words, alone=False)
+    if named is not None and option is not None and Path(named).expanduser().exists():
+        named, sources = None, words
+    model = one_model(named, option)
+    first = sources[0]
+    if os.path.lexists(os.path.expanduser(first)) or named is not None:
+        return model, sources
+    if first in DEMO_NAMES:
+        raise InputError(
+            f"no pictures are named; write: keepsight encode {first} PICTURES --to FOLDER"
+        )
+    near = difflib.get_close_matches(first, DEMO_NAMES, n=1, cutoff=0.8)
+    if near:
+        raise InputError(f"{first}: there is no such file or folder; did you mean {near[0]}?")
+    if option is None and len(words) > 1 and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", first):
+        raise InputError(
+            f"{first}: there is no such file or folder; a model of the Hub is named with --model"
+        )
+    return model, sources
 
 
 @dataclass(frozen=True)

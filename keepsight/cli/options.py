@@ -6,6 +6,7 @@ when a model is loaded.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -45,9 +46,6 @@ def refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | Non
     return look
 
 
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
-]
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
 SomeModel = Annotated[
     str | None,
@@ -141,8 +139,17 @@ def model_first(words: list[str], alone: bool) -> tuple[str | None, list[str]]:
         return None, words
     first = Path(words[0]).expanduser()
     demo = words[0] in DEMO_NAMES and not first.exists()
-    is_model = demo or (first / "config.json").is_file()
+    is_model = demo or _holds_model(first)
     return (words[0], words[1:]) if is_model else (None, words)
+
+
+def _holds_model(folder: Path) -> bool:
+    """Whether a folder's config.json is that of a model; pictures may lie beside another one."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "model_type" in found
 
 
 def check_images(names: Iterable[str]) -> None:
