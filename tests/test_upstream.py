@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hostile import finished, start
 from models import build, picture, turn
+from packaging.requirements import Requirement
 
 import keepsight as ks
 from keepsight.core import attention, probe
@@ -312,3 +315,15 @@ def test_what_a_newer_version_changed_is_refused(
         monkeypatch.setattr(family, "positions", lambda *a: real(*a) + 1 * (real(*a) > 20))
     with pytest.raises(UnsupportedModel, match=f"'{kind}' was exact .* 5.22.0 and is not"):
         ks.wrap(model, processor)
+
+
+def test_a_version_that_is_known_to_fail_is_not_installed() -> None:
+    """In 5.24 caches have another name, and every prompt with a picture ended in an error."""
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (wanted,) = (
+        Requirement(line)
+        for line in written["project"]["dependencies"]
+        if line.startswith("transformers")
+    )
+    assert wanted.specifier.contains("5.23.0") and not wanted.specifier.contains("5.24.0")
+    assert wanted.specifier.contains(transformers.__version__)
