@@ -210,6 +210,29 @@ def test_a_function_with_a_state_is_another_when_that_changes(parts: tuple[Any, 
         assert said(vlm) == afresh(model, processor) != first
 
 
+@functools.lru_cache
+def _half(size: tuple[int, int]) -> tuple[int, int]:
+    return size[0] // 2, size[1] // 2
+
+
+# As in a module that does not postpone its annotations.
+_half.__annotations__.update({"size": tuple[int, int]})
+
+
+def test_annotations_of_a_cached_function_are_no_change(parts: tuple[Any, Any]) -> None:
+    """`vars(tuple[int, int])` is a new object each time: every call looked like a change."""
+    part = parts[1].image_processor
+
+    class Halved(type(part)):  # type: ignore[misc]
+        def preprocess(self, *given: Any, **options: Any) -> Any:
+            return super().preprocess(*given, **options, size=_half((64, 64)))
+
+    part.__class__ = Halved
+    code = ProcessorCode(parts[1])
+    first = code.look()
+    assert first and code.look() == first
+
+
 def test_processors_of_a_library_have_the_names_they_had(demo_parts: dict[str, Any]) -> None:
     """Stores and packages of before are known: nothing is named where nothing was replaced."""
     for _, processor in demo_parts.values():

@@ -16,7 +16,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Container
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    FunctionType,
+    GenericAlias,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    UnionType,
+)
 from typing import Any
 
 import numpy as np
@@ -139,6 +146,10 @@ def _bound(value: object) -> list[object] | None:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
+    if isinstance(value, GenericAlias):  # `vars` of it makes a new view of its class each time
+        return [value.__origin__, value.__args__]
+    if isinstance(value, UnionType):
+        return [value.__args__]
     if isinstance(value, property):
         return [value.fget]
     if isinstance(value, staticmethod | classmethod):
