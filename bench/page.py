@@ -18,7 +18,7 @@ from keepsight.bench import tables
 
 # Folders of results that have a part on the page.
 OTHERS = ("drafting", "exporting", "mlx", "pausing", "serving", "together")
-PICTURES = Path("docs/pictures")  # beside the README
+PICTURES, MLX = Path("docs/pictures"), Path("docs/mlx.md")  # beside the README
 
 HEAD = """\
 # Benchmarks
@@ -55,11 +55,27 @@ def page(results: dict[str, dict[str, Any]], others: Others | None = None) -> st
         parts.append(f"{tables.machine(result)}.\n")
         parts += [_run(run) for run in result["runs"]]
     for (folder, _), result in sorted((others or {}).items()):
-        parts.append(f"## {page_sections.title(folder, result)}\n\n`{result['command']}`\n")
-        parts.append(f"{tables.machine(result)}.\n")
-        for heading, columns, rows in page_sections.sections(folder, result):
-            parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{_markdown(columns, rows)}")
+        parts.append(_other(folder, result))
     return "\n".join(parts)
+
+
+def _other(folder: str, result: dict[str, Any], mark: str = "##") -> str:
+    parts = [f"{mark} {page_sections.title(folder, result)}\n\n`{result['command']}`\n"]
+    parts.append(f"{tables.machine(result)}.\n")
+    for heading, columns, rows in page_sections.sections(folder, result):
+        parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{_markdown(columns, rows)}")
+    return "\n".join(parts)
+
+
+def beside_mlx_vlm(others: Others) -> str:
+    """The measured block of docs/mlx.md: what `bench.mlx` measured, or that nothing was yet."""
+    found = [result for (folder, _), result in sorted(others.items()) if folder == "mlx"]
+    if not found:
+        return (
+            "Nothing was measured beside mlx-vlm yet. `python -m bench.mlx --out "
+            "bench/results/mlx/NAME.json` measures, and `make docs` shows it here.\n"
+        )
+    return "\n".join(_other("mlx", result, "###") for result in found)
 
 
 def headline(results: dict[str, dict[str, Any]]) -> str:
@@ -92,12 +108,12 @@ def _middle(steps: list[Any], name: str) -> float:
     return float(statistics.median(step[name] for step in steps if step[name] is not None))
 
 
-def with_headline(readme: str, sentences: str) -> str:
-    """The README with its measured block renewed."""
+def with_measured(text: str, measured: str) -> str:
+    """The README, or another page, with its measured block renewed."""
     start, end = "<!-- measured -->\n", "<!-- /measured -->"
-    head, _, rest = readme.partition(start)
+    head, _, rest = text.partition(start)
     _, _, tail = rest.partition(end)
-    return f"{head}{start}{sentences}{end}{tail}"
+    return f"{head}{start}{measured}{end}{tail}"
 
 
 def _run(run: dict[str, Any]) -> str:
@@ -123,7 +139,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
     parser.add_argument(
-        "--readme", type=Path, help="renew the measured block and pictures of this file"
+        "--readme",
+        type=Path,
+        help="renew the measured blocks of this file and of docs/mlx.md, and the pictures",
     )
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
@@ -134,16 +152,24 @@ def main(argv: list[str]) -> int:
         for folder in OTHERS
         for file in sorted((options.results / folder).glob("*.json"))
     }
-    text = page(results, others)
-    readme = options.readme.read_text() if options.readme else ""
-    renewed = with_headline(readme, headline(results)) if readme else ""
+    written = {options.page: page(results, others)}
+    if options.readme:
+        pages = {
+            options.readme: headline(results),
+            options.readme.parent / MLX: beside_mlx_vlm(others),
+        }
+        written |= {
+            file: with_measured(file.read_text(), measured)
+            for file, measured in pages.items()
+            if file.exists()
+        }
     if options.check:
-        same = options.page.exists() and options.page.read_text() == text and renewed == readme
-        drawn = not readme or drawing.same(results, options.readme.parent / PICTURES)
+        same = all(file.exists() and file.read_text() == text for file, text in written.items())
+        drawn = not options.readme or drawing.same(results, options.readme.parent / PICTURES)
         return 0 if same and drawn else 1
-    options.page.write_text(text)
-    if readme:
-        options.readme.write_text(renewed)
+    for file, text in written.items():
+        file.write_text(text)
+    if options.readme:
         drawing.write(results, options.readme.parent / PICTURES)
     return 0
 

@@ -133,7 +133,7 @@ def _drafting(result: dict[str, Any]) -> Iterator[Told]:
 def _mlx(result: dict[str, Any]) -> Iterator[Told]:
     heading = (
         f"pictures of {result['picture']}, answers of {result['tokens']} tokens, "
-        f"{result['repetitions']} repetitions, mlx {result['runtime']}"
+        f"{result['repetitions']} repetitions, {result['runtime']}"
     )
     yield heading, mlx.COLUMNS, mlx.rows(result)
 

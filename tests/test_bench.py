@@ -116,6 +116,38 @@ def test_the_page_holds_every_table_of_every_result(result: dict[str, Any], tmp_
         assert heading[1:] in text
 
 
+def test_results_beside_mlx_vlm_are_shown_on_the_page_for_macs(
+    result: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, readme = tmp_path / "results", tmp_path / "README.md"
+    (folder / "mlx").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    beside = tmp_path / "docs/mlx.md"
+    for file in (readme, beside):
+        file.write_text("before\n<!-- measured -->\n<!-- /measured -->\nbehind\n")
+    argv = ["--results", str(folder), "--page", str(tmp_path / "page.md"), "--readme", str(readme)]
+    (folder / "a.json").write_text(json.dumps(result))
+    assert page.main(argv) == 0
+    assert "Nothing was measured" in beside.read_text()
+    told = {"prompt_tokens": 9, "cached_tokens": 8, "encoded": 1, "first_ms": 7.0, "decode_ms": 2.0}
+    both = {"keepsight": told, "mlx-vlm": {**told, "first_ms": 4321.0}}
+    step = {"name": "T1r", **both, "first_ratio": 5.5, "decode_ratio": 1.0, "equal": True}
+    about = {"shape": "qwen3_vl", "size": "small", "dtype": "float32", "picture": "384x384"}
+    measured = {**about, "tokens": 16, "repetitions": 3, "runtime": "mlx 1.2, mlx-vlm 3.4"}
+    measured |= {"command": "python -m bench.mlx --shape qwen3_vl", "machine": result["machine"]}
+    (folder / "mlx/one.json").write_text(json.dumps({**measured, "steps": [step], "equal": True}))
+    assert page.main([*argv, "--check"]) == 1
+    assert page.main(argv) == 0
+    assert page.main([*argv, "--check"]) == 0
+    for file in (beside, tmp_path / "page.md"):
+        text = file.read_text()
+        assert "# Beside mlx-vlm: qwen3_vl small float32" in text and measured["command"] in text
+        assert "| T1r" in text and "4321" in text and "3 repetitions, mlx 1.2, mlx-vlm 3.4" in text
+    assert beside.read_text().startswith("before\n") and beside.read_text().endswith("behind\n")
+    beside.write_text(beside.read_text().replace("4321", "1"))
+    assert page.main([*argv, "--check"]) == 1
+
+
 def test_the_committed_page_is_the_one_that_the_committed_results_give() -> None:
     argv = ["--results", str(ROOT / "bench/results"), "--page", str(ROOT / "docs/benchmarks.md")]
     argv += ["--readme", str(ROOT / "README.md")]
