@@ -191,9 +191,10 @@ def some_picture() -> str:
     return _disc()
 
 
-def _disc(side: int = 96) -> str:
+def _disc() -> str:
     from PIL import Image, ImageDraw  # start-up time
 
+    side = 96
     picture = Image.new("P", (side, side), 0)
     picture.putpalette([255, 255, 255, 220, 40, 40])
     edge = side // 4

@@ -19,8 +19,7 @@ class Bindings:
     """Names with the digests of their content. Each salt has separate names; the limit applies to
     the key."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._known: dict[str, OrderedDict[tuple[str, str], str]] = {}
         self._lock = threading.Lock()
 
@@ -32,7 +31,7 @@ class Bindings:
             known = self._known.setdefault(owner, OrderedDict())
             bound = known.setdefault(key, digest)
             known.move_to_end(key)
-            while len(known) > self._most:
+            while len(known) > _MOST:
                 known.popitem(last=False)
         if bound != digest:
             text = (

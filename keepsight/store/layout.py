@@ -145,7 +145,7 @@ def marked_dependent(name: str, base: str | None) -> str | None:
 # -- the metadata of a file -----------------------------------------------------------------------
 
 
-def metadata_of(about: About, now: float | None = None) -> Record:
+def metadata_of(about: About) -> Record:
     """The metadata in an entry's file, with which it can be read without a catalogue.
 
     Times and costs differ per writer, and are left out if nothing is lost: so all writers of equal
@@ -158,8 +158,7 @@ def metadata_of(about: About, now: float | None = None) -> Record:
         metadata["media"] = sorted(set(about.media))
     if about.ttl is not None:
         # Whole milliseconds with a fixed width, so an entry has one size everywhere.
-        now = time.time() if now is None else now
-        metadata |= {"created": int(now * 1000), "ttl": float(about.ttl)}
+        metadata |= {"created": int(time.time() * 1000), "ttl": float(about.ttl)}
     return metadata
 
 

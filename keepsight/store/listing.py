@@ -11,7 +11,7 @@ import dataclasses
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from keepsight.errors import DamagedFile, FileError
@@ -73,8 +73,8 @@ def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Recor
 class RecentNames:
     """What this process recently learned about names: present, absent, how often read."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, Mutex()
+    def __init__(self) -> None:
+        self._lock = Mutex()
         self._heads: OrderedDict[str, tuple[EntryHeader | None, float]] = OrderedDict()
         self._foreign: set[str] = set()
         self.removals = 0
@@ -83,7 +83,7 @@ class RecentNames:
     def find(self, name: str) -> tuple[bool, EntryHeader | None]:
         """Whether anything is known about it, and its header if it is present."""
         found, until = self._heads.get(name, (None, -1.0))
-        if self._clock() >= until:
+        if time.monotonic() >= until:
             return False, None
         if found is not None and layout.expired(found.metadata):
             return True, None
@@ -138,7 +138,7 @@ class RecentNames:
     def _put(self, name: str, found: EntryHeader | None, seconds: float) -> None:
         with self._lock:
             self._heads.pop(name, None)
-            self._heads[name] = (found, self._clock() + seconds)
+            self._heads[name] = (found, time.monotonic() + seconds)
             if len(self._heads) > _MOST:
                 self._heads.popitem(last=False)
 

@@ -57,12 +57,12 @@ class StoreCounters:
         self._events: Counter[str] = Counter()
         self._refused: set[EntryName] = set()
 
-    def count(self, tenant: str, what: str, number: int = 1) -> None:
+    def count(self, tenant: str, what: str) -> None:
         """Count an event."""
         with self._lock:
-            self.counts.setdefault(tenant, Counter())[what] += number
+            self.counts.setdefault(tenant, Counter())[what] += 1
             self.counts.move_to_end(tenant)
-            self._events[f"{what} {tenant}"] += number
+            self._events[f"{what} {tenant}"] += 1
             trim(self.counts)
             trim(self._events, _GATHERED)
 

@@ -46,7 +46,7 @@ def details(summary: str, inner: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
 
 
-def shortened(text: str, most: int = 60) -> str:
-    """One line of at most this many characters."""
+def shortened(text: str) -> str:
+    """One line of at most 60 characters."""
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= 60 else line[:59] + "…"

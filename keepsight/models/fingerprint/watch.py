@@ -88,8 +88,7 @@ class Stamp:
 class Watch:
     """Everything that was described, and whether it is unchanged."""
 
-    def __init__(self, quick: bool = True) -> None:
-        self._quick = quick
+    def __init__(self) -> None:
         self._homes: dict[tuple[int, frozenset[str] | None], _DictCopy] = {}
         self._things: dict[int, tuple[object, type, dict[Any, object], set[Owner]]] = {}
         self._lists: dict[int, tuple[Collection[object], list[object], set[Owner]]] = {}
@@ -170,13 +169,13 @@ class Watch:
         self._all_lists = [values for values, _, _ in lists]
         self._items = list(itertools.chain.from_iterable(copy for _, copy, _ in lists))
         self._sizes = [len(copy) for _, copy, _ in lists]
-        quick = self._quick and memory_words.sees_dicts()
+        quick = memory_words.sees_dicts()
         self._home_words = memory_words.dict_words([h.home for h in homes]) if quick else None
         self._thing_words = memory_words.object_words([t[0] for t in things]) if quick else None
         self._all_functions = list(self._functions.values())
         code = [function for function, _, _ in self._all_functions]
         self._function_words = memory_words.function_words(code) if quick else None
-        read = [self._quick and memory_words.can_be_read(tensor) for tensor, *_ in tensors]
+        read = [memory_words.can_be_read(tensor) for tensor, *_ in tensors]
         self._slow_tensors = [number for number, can in enumerate(read) if not can]
         self._quick_tensors = [number for number, can in enumerate(read) if can]
         quickly = [tensors[number][0] for number in self._quick_tensors]
