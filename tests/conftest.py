@@ -30,8 +30,8 @@ def _declare_torchvision_operators() -> None:
 
 
 _declare_torchvision_operators()
-# Tiny models gain nothing from a second thread, and two test processes then share two cores.
-torch.set_num_threads(1)
+_THREADS = 1  # tiny models gain nothing from a second one, and two test processes share two cores
+torch.set_num_threads(_THREADS)
 # Exports are made once for all processes of a run; the first one makes the folder and removes it.
 _SHARED = "KEEPSIGHT_TEST_EXPORTS"
 _OWNER = _SHARED not in os.environ
@@ -62,6 +62,13 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ.pop(_SHARED, ""), ignore_errors=True)
     if _FILES:
         shutil.rmtree(_FILES, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Features depend on the number of threads, and tests compare runs; some tests change it."""
+    yield
+    torch.set_num_threads(_THREADS)
 
 
 @pytest.fixture(autouse=True)

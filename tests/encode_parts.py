@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from keepsight.demo.scene import COLORS, Scene
-from keepsight.encode import Item, ReadOptions, find, items
+from keepsight.encode import Encoded, Item, ReadOptions, find, items
 
 NAMES = list(COLORS)
 
@@ -122,3 +122,13 @@ def opened(item: Item) -> str:
     except ValueError as error:
         return str(error)
     return f"{decoded.size[0]}x{decoded.size[1]}" if hasattr(decoded, "size") else "clip"
+
+
+def statuses(results: Iterable[Encoded]) -> dict[str, str]:
+    return {Path(result.image).name: result.status for result in results}
+
+
+def towers(vlm: Any) -> tuple[int, int]:
+    """How many images were encoded, and how many preprocessed."""
+    counts = vlm.stats()["features"]
+    return counts["encoded"], counts["preprocessed"]

@@ -6,7 +6,6 @@ all hold, so `sealed` writes those too: what it says must then be checked for se
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -40,15 +39,6 @@ def bounded(examples: int, **more: Any) -> settings:
         suppress_health_check=quiet,
         **more,
     )
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors this small are faster without a second thread, by far where others work too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- files -------------------------------------------------------------------------------------

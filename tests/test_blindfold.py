@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import one_thread
 from models import ALL, build, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -25,7 +24,7 @@ ONE = {"max_new_tokens": 1, "do_sample": False}
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ALL])
 def test_known_pictures_are_answered_and_new_ones_refused(kind: str) -> None:
     model, processor = build(kind)
-    with one_thread(), ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor, grain=16) as vlm:
         parts = tower_parts(vlm.runtime.family)
         assert parts
         vlm.encode(picture(1))
@@ -103,7 +102,7 @@ def test_another_tower_run_by_hand() -> None:
 
 def test_certify_counts_runs_and_bytes() -> None:
     model, processor = build("qwen3_vl")
-    with one_thread(), ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor, grain=16) as vlm:
         checks = {one.what: one for one in certify(vlm.runtime, [picture(1), picture(2)], "What?")}
         package = vlm.encode(picture(1))
     runs = checks["the tower does not run for known pictures"]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image, ImageChops, ImageStat
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,14 +18,6 @@ from keepsight.cli.thumbnails import show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.demo.scene import Scene
 from keepsight.errors import ImageError, InputError
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

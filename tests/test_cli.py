@@ -20,7 +20,6 @@ from typing import Any
 
 import PIL.Image
 import pytest
-import torch
 from models import build
 from typer.testing import CliRunner
 
@@ -35,15 +34,6 @@ from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
 from keepsight.models import loading
 from keepsight.models.families import SUPPORTED
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models on a busy machine wait for their second thread more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hostile import bounded, one_thread, tiny_package
+from hostile import bounded, tiny_package
 from hypothesis import given
 from hypothesis import strategies as st
 from models import picture
@@ -27,12 +27,6 @@ from keepsight.formats import codecs, tensorfile
 from keepsight.formats.package import FORMAT, KIND, Package
 
 LOSSY = ("bf16", "int8")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def rows(seed: int, shape: tuple[int, ...] = (9, 64), dtype: Any = torch.float32) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
 from html import unescape
 from io import StringIO
 from pathlib import Path
@@ -56,11 +55,8 @@ def toured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 @pytest.fixture
-def stock(demo_parts: dict[str, Any]) -> Iterator[StockSession]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield StockSession(*demo_parts["demo"])
-    torch.set_num_threads(before)
+def stock(demo_parts: dict[str, Any]) -> StockSession:
+    return StockSession(*demo_parts["demo"])
 
 
 @pytest.fixture

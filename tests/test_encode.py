@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from encode_parts import statuses, towers
 from PIL import Image
 
 import keepsight as ks
@@ -21,15 +22,6 @@ from keepsight.encode import encode
 from keepsight.errors import StoreError
 
 NAMES = list(COLORS)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models on a busy machine wait for their second thread more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -48,15 +40,6 @@ def photos(tmp_path: Path) -> Path:
         scene = Scene.of(color=NAMES[number], seed=number, size=(96, 96))
         scene.draw().save(place / f"p{number}.png")
     return folder
-
-
-def statuses(results: Any) -> dict[str, str]:
-    return {Path(result.image).name: result.status for result in results}
-
-
-def towers(vlm: Any) -> tuple[int, int]:
-    counts = vlm.stats()["features"]
-    return counts["encoded"], counts["preprocessed"]
 
 
 # -- encoding ----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from encode_parts import png, table, tar
 from rich.console import Console
 from typer.testing import CliRunner
@@ -23,15 +22,6 @@ from keepsight.cli.app import app
 from keepsight.encode import Encoded
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import NotStored
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Features depend on the number of threads, and tests compare runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

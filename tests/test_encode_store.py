@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encode_parts import film, pdf, picture, png, special, table, tar, zipped
+from encode_parts import film, pdf, picture, png, special, statuses, table, tar, towers, zipped
 from hostile import bounded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,15 +56,6 @@ def photos(tmp_path: Path) -> Path:
     Image.open(folder / "p0.png").save(folder / "z-same.bmp")
     (folder / "a-broken.png").write_bytes(b"not an image")
     return folder
-
-
-def statuses(results: Any) -> dict[str, str]:
-    return {Path(result.image).name: result.status for result in results}
-
-
-def towers(vlm: Any) -> tuple[int, int]:
-    counts = vlm.stats()["features"]
-    return counts["encoded"], counts["preprocessed"]
 
 
 def packages(vlm: Any, tenant: str = "") -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import fleet_job
 import pytest
 import torch
-from hostile import ROOT, one_thread, tiny_package
+from hostile import ROOT, tiny_package
 from models import build, picture
 
 import keepsight as ks
@@ -41,12 +41,6 @@ from keepsight.models.families import SUPPORTED
 from keepsight.store import open_store
 
 VLLM = os.environ.get("KEEPSIGHT_VLLM_PYTHON")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def package_of(model_type: str, tokens: int = 4, seed: int = 0, **changes: Any) -> Package:

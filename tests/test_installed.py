@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import one_thread
 from models import build, picture, stock_inputs, turn
 from transformers import (
     DynamicCache,
@@ -30,12 +29,6 @@ KINDS = ("qwen3_vl", "qwen2_vl", "gemma3", "llava")
 FIRST = [turn("What is it?", picture(1))]
 NEXT = [*FIRST, turn("A pattern.", role="assistant"), turn("And this?", picture(2))]
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def _quietly() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from __future__ import annotations
 import base64
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hostile import encoded, one_thread, png_that_claims
+from hostile import encoded, png_that_claims
 from models import picture
 from PIL import Image
 from transformers.image_utils import load_image
@@ -29,12 +29,6 @@ from keepsight.media.sources import file_label, open_source
 EXIF_ORIENTATION = 274
 MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"]
 MODES += ["LAB", "I", "F", "I;16", "I;16B"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

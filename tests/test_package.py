@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from hostile import (
     bounded,
     flipped,
     lines_until_killed,
-    one_thread,
     start,
     tiny_package,
     truncated,
@@ -230,12 +229,6 @@ def test_bytes_are_those_of_storages() -> None:
 
 
 # -- what a model refuses ----------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

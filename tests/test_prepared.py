@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hostile import one_thread
 from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -24,12 +22,6 @@ QUERIES = [
 ]
 HOW: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
 DICT: dict[str, Any] = {**HOW, "return_dict_in_generate": True, "output_logits": True}
-
-
-@pytest.fixture(autouse=True)
-def _quietly() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def whole(processor: Any, query: Any) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import one_thread
 from models import ALL, build, built, picture, stock_inputs, turn
 from test_exact import assert_like_stock, cold, logits
 
@@ -81,8 +80,7 @@ class Gated(torch.nn.Linear):
 def parts() -> Iterator[tuple[Any, Any]]:
     """A model of its own, since these tests change its layers."""
     build.cache_clear()
-    with one_thread():
-        yield build("qwen3_vl")
+    yield build("qwen3_vl")
     build.cache_clear()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from hostile import finished, one_thread, start
+from hostile import finished, start
 from models import picture
 from remote_lines import Line, TrialFileSystem, read_only, unreachable
 
@@ -50,11 +50,9 @@ class TestRemoteStore(StoreTests):
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_loud(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _loud(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="keepsight")
     Line.reset()
-    with one_thread():
-        yield
 
 
 @pytest.fixture

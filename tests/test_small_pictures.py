@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch's products give a row the same bits beside any others; with more threads not all do."""
+def _few_pictures_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_passes, "WORTH", WORTH)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Passes:

@@ -6,13 +6,11 @@ The suite itself ships in `keepsight.testing`; here it meets tiny models with ra
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hostile import one_thread
 from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.core.state import Shape
@@ -36,12 +34,6 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @functools.cache

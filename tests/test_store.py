@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import finished, lines_until_killed, one_thread, start
+from hostile import finished, lines_until_killed, start
 from models import picture
 
 import keepsight as ks
@@ -44,10 +44,8 @@ class TestDiskStore(StoreTests):
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_loud(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _loud(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="keepsight")
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import one_thread
 from remote_lines import Line, unreachable
 
 from keepsight.errors import InputError, StoreError
@@ -87,11 +86,9 @@ class TestTieredStore(StoreTests):
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_loud(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _loud(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="keepsight")
     Line.reset()
-    with one_thread():
-        yield
 
 
 class Pair:
