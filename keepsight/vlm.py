@@ -190,7 +190,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         self.runtime = Runtime(model, family, processor, weights, chosen, kept, renderer, owned=own)
         self._fingerprint(files)
         if self.runtime.store is not None and not family.packages_only:
-            self.runtime.engine.snapshot_pattern()  # now: no turn after a restart pays for it
+            self.runtime.engine.snapshot_pattern()  # so that no turn has to wait for it
 
     def _fingerprint(self, files: str | None) -> None:
         """Hash the weights now, or take the digests that the store has for these files. All other

@@ -294,7 +294,7 @@ class Turn:
     def _fetch(self, medium: int) -> Package:
         shown = self.prompt.media[medium]
         if medium not in self._sources and self._vision.made_elsewhere(shown):
-            self._others.add(medium)  # asked now: soon the store has ours too
+            self._others.add(medium)  # before our own package is stored
         with self._stage("encode"):
             may, rest = partial(self._may_keep, shown.key), self.prompt.shown(self.run.lane.length)
             package, where = self._vision.package(shown, may, rest)

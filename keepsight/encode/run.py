@@ -53,7 +53,7 @@ class _Window:
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget = most, budget
         self._count = self._bytes = 0
-        self.closed = False  # closed: no more work
+        self.closed = False  # no more work is admitted
         self._changed = threading.Condition()
 
     def enter(self, count: int, nbytes: int) -> bool:

@@ -165,7 +165,7 @@ def _checked(codec: Record, where: str) -> tuple[str, dict[str, Record]]:
     if name not in CODECS[1:] or codec.keys() != {"name", "tensors"}:
         raise DamagedFile(f"{where}: the record's codec is not described properly")
     if not isinstance(claims, dict) or not claims or not all(map(_is_claim, claims.values())):
-        raise DamagedFile(f"{where}: the record's codec does not say dtype and error of tensors")
+        raise DamagedFile(f"{where}: the record's codec lacks the dtype or the error of a tensor")
     return name, claims
 
 

@@ -151,7 +151,7 @@ class Namer:
         return entry_of(pixels, **more)
 
     def learn(self, looked: Inspected) -> None:
-        """Remember the result of a look."""
+        """Remember what `look` found."""
         for name in looked.aliases:
             self._remember(name, looked.entry, looked.source.file)
         self.preprocessed += looked.pixels is not None

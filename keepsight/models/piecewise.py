@@ -170,7 +170,7 @@ def same(one: object, other: object) -> bool:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Counts attention calls between rows. Torch keeps such modes per thread."""
+    """Counts calls of attention in this thread while it is active."""
 
     def __init__(self) -> None:
         super().__init__()

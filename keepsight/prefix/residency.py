@@ -217,7 +217,7 @@ class Residency:
         self.tombstones.note(part.node)
 
     def _lower(self, part: Part, away: Callable[[Part], None], whose: str | None = None) -> None:
-        """Remove one part from its tier, and rows that nothing needs without their state."""
+        """Remove one part from its tier; with a state, also rows that served only it."""
         node, tier = part.node, self._tier(part)
         value = usefulness(node.floors[whose is not None], node.uses, node.cost, part.nbytes)
         if whose is None:

@@ -158,8 +158,8 @@ class Reader:
             self.discard(name)
 
     def came_whole(self, name: str, data: bytes) -> bool:
-        """Whether these are the bytes at the address. Only damage there is removed there; on a line
-        that loses bytes, intact entries of others would be lost."""
+        """Whether these are the bytes at the address, by reading it again. Damage on the way is no
+        reason to remove an entry there, which others can read."""
         again = self.asked(name, lambda: (self._link.info(name).nbytes, self._link.read(name)))
         if again is None:
             return False

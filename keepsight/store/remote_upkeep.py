@@ -58,7 +58,7 @@ class Housekeeping(Survey):
         return gone
 
     def clear_rest(self) -> None:
-        """Remove other objects: pins, dependents_folder, and leftovers of killed writers."""
+        """Remove other objects: pins, markers of dependents, and leftovers of killed writers."""
         signs = self._link.listed(self._link.folders(f"{self._prefix}{layout.UPON}/snapshot"))
         rest = [self.pin_name(name) for name in self.pins()] + [one.name for one in signs]
         self._remove_objects(rest)

@@ -56,8 +56,8 @@ def to_devices(
     where: Callable[[str], torch.device],
     fence: Fence = COMPLETE,
 ) -> Tensors:
-    """Each tensor on the device that `where` gives for its name. `fence` belongs to copies that may
-    still be on their way to the host: the device waits for it, not the program."""
+    """Each tensor on the device that `where` gives for its name. `fence`: of copies to the host
+    that may be unfinished; the device waits for it, this thread does not."""
     arrived = {}
     for name, tensor in tensors.items():
         device = where(name)
@@ -85,7 +85,7 @@ class StreamOrder:
         self._last: dict[torch.device, torch.Stream] = {}
 
     def follow(self, devices: Iterable[torch.device]) -> None:
-        """StreamOrder all work queued from now on after the work queued before the last call."""
+        """Make all work queued from now on wait for the work queued before the last call."""
         for device in devices:
             streams = _streams(device)
             if streams is None:

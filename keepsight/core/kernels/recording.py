@@ -205,8 +205,8 @@ class _Recorder:
             self._own.update((slot, slot) for slot in fills)
 
     def _is_shape_of(self, given: object, found: torch.Tensor) -> bool:
-        """Whether this is a view of the step's own memory. Then one view operation, or none,
-        replaces a chain; inputs may be longer next time."""
+        """Whether the result only views the step's own memory in another shape. A single view, or
+        none, is then recorded in place of several, which might fix the lengths of inputs."""
         whole = self._own.get(self._slots.get(id(given), Slot(-1)))
         if whole is None or not isinstance(given, torch.Tensor) or id(found) in self._slots:
             return False

@@ -126,7 +126,7 @@ class _Graph:
             for value in outputs:
                 value.setType(torch.TensorType.get())
         for value, slot in zip(outputs, operation.fills, strict=True):
-            self._values.setdefault(slot, value)  # arguments written into keep their slot
+            self._values.setdefault(slot, value)  # in-place results have one already
 
     def _value(self, given: object, wanted: torch.JitType) -> _Value:
         if isinstance(given, Slot):

@@ -300,7 +300,7 @@ class MiniCpmV(MarkedTiles):
     def preprocess(
         self, processor: MiniCPMV4_6Processor, image: Decoded, options: Options
     ) -> Pixels:
-        """The text has two pieces, with the image's number between them."""
+        """Split the image's text in two: the template writes the image's number between them."""
         pixels = super().preprocess(processor, image, options)
         numbered = processor.use_image_id
         numbered = processor.default_use_image_id if numbered is None else numbered

@@ -18,7 +18,9 @@ import torch
 
 from keepsight.models.fingerprint.evidence import CONTAINERS, Unproven, is_plain
 
-NOTHING, OWN, NULL = "nothing", "own", "null"  # None; new and plain; a gap on the stack
+NOTHING = "nothing"  # None
+OWN = "own"  # a plain value that the function made
+NULL = "null"  # the empty entry that calls push on the stack
 SEEN = "seen"  # the caller's: inputs, outputs, and their contents
 TENSOR = "tensor"  # made from a caller's value by a method that only tensors have
 PART = "part"  # the module itself, or something in it

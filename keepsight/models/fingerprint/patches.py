@@ -244,8 +244,7 @@ class LibraryCode:
                 self._read_module((place, name), value, names, watch)
 
     def _read_object(self, where: tuple[str, ...], value: object) -> None:
-        """Read an object that is no function: a user's is part of the model, a library's is
-        distinguished."""
+        """Describe an object that is no function. If a user made it, it counts as a replacement."""
         if functions.is_builtin(value):
             self._all.append((*where, *functions.place_of(value)))
         elif type(value) in PLAIN or _is_described(value):
