@@ -456,6 +456,20 @@ def test_show_prints_no_control_characters_of_a_file(folder: Path) -> None:
     assert "\x1b" not in said and "[2J [bold]name[/bold]" in said
 
 
+def test_a_chat_in_json_is_one_object_an_answer(folder: Path) -> None:
+    given = "a.png What color is the shape in the picture?\n/nonsense\n/retry\n"
+    done = run("chat", "--json", "--report", given=given)
+    first, wrong, again = [json.loads(line) for line in done.stdout.splitlines()]
+    assert first["question"] == "What color is the shape in the picture?"
+    assert first["text"] == again["text"] == "Red." and first["finish_reason"] == "stop"
+    assert (first["usage"]["images_encoded"], again["usage"]["images_encoded"]) == (1, 0)
+    assert again["report"]["segments"] and "no command /nonsense" in wrong["error"]
+    assert "a.png: 9 tokens" in done.stderr  # all else
+    plain = run("chat", given=given).stdout
+    assert "Red." in plain and '"text"' not in plain  # unasked there is none
+    assert "report" not in json.loads(run("chat", "--json", given="Hi\n").stdout)
+
+
 # -- verify, families, bench -------------------------------------------------------------------
 
 

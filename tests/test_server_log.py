@@ -13,6 +13,7 @@ from server_harness import Scripted, live
 from test_server_fair import until
 
 import keepsight as ks
+from keepsight.cli import serve
 from keepsight.server import log, running
 from keepsight.server.config import ServerConfig
 
@@ -71,3 +72,28 @@ def test_garbage_is_not_looked_for_among_what_loading_made(
     with ks.wrap(model, processor, grain=16) as vlm:
         running.serve(vlm, "demo", ServerConfig(log=False), str)
     assert frozen[0] > 100_000 and not gc.get_freeze_count()
+
+
+def test_the_log_and_the_address_are_json_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", stream)
+    loggers = [logging.getLogger(name) for name in ("keepsight.server", "uvicorn.error")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "handlers", [])
+    assert log.start(True) is not None, "the control: on a terminal lines are short"
+    for logger in loggers:
+        logger.handlers = []
+    assert log.start(True, as_json=True) is None
+    log.note({"path": "/health", "status": 200})
+    loggers[0].warning("two\nlines, and %s", 'a "word"')
+    request, problem = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert request == {"path": "/health", "status": 200}
+    assert (problem["level"], problem["message"]) == ("warning", 'two\nlines, and a "word"')
+    serve.announce("demo", ServerConfig(host="0.0.0.0"), 8000, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"event": "listening", "model": "demo", "url": "http://127.0.0.1:8000"}
+    serve.announce("demo", ServerConfig(), 8000)
+    assert capsys.readouterr().out.startswith("Keepsight serves demo at http://127.0.0.1:8000")

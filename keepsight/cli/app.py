@@ -200,6 +200,7 @@ def chat(
     grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
+    as_json: Json = False,
     report: ShowReport = False,
 ) -> None:
     """Hold a conversation; /help lists its commands."""
@@ -212,7 +213,8 @@ def chat(
     with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.chat import Shell  # start-up time: import while the line moves
 
-        shell = Shell(vlm, console(), options, history=history, reports=report)
+        out = console(stderr=as_json)  # JSON is alone on standard output
+        shell = Shell(vlm, out, options, history=history, reports=report, as_json=as_json)
         for name in image or []:
             shell.image(name)
         shell.run()

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.text import Text
 
 from keepsight.cli.line_editor import line_editor
-from keepsight.cli.terminal import WrittenWords, plain, report_table
+from keepsight.cli.terminal import WrittenWords, json_line, plain, report_table
 from keepsight.cli.thumbnails import show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.errors import InputError, KeepsightError
-from keepsight.kinds import Options
+from keepsight.kinds import Options, Record
 from keepsight.media.medium import Medium
 from keepsight.system import private_files
 
@@ -46,6 +46,7 @@ class Shell:
     waiting: list[tuple[str, Medium]] = field(default_factory=list)  # for the next question
     history: Path | None = None
     reports: bool = False  # a report after every answer
+    as_json: bool = False  # answers and errors are lines of JSON; `console` is for all else
     last: Report | None = None
 
     def __post_init__(self) -> None:
@@ -61,14 +62,17 @@ class Shell:
                 elif not self.command(line):
                     return
             except (KeepsightError, OSError) as error:
-                self.console.print(Text(f"error: {plain(str(error))}", "red"))
+                if self.as_json:
+                    json_line({"error": str(error)})
+                else:
+                    self.console.print(Text(f"error: {plain(str(error))}", "red"))
             except KeyboardInterrupt:
                 self.console.print(
                     Text("\nstopped; nothing of it is in the history: ask again, or /exit", "dim")
                 )
 
     def _lines(self) -> Iterator[str]:
-        interactive = sys.stdin.isatty()
+        interactive = sys.stdin.isatty() and not self.as_json  # a prompt would be among the JSON
         read: Callable[[str], str] = input
         if interactive:
             read = self._reader()
@@ -136,6 +140,9 @@ class Shell:
         self.waiting = []
 
     def _answer(self, session: Session, question: str, images: list[Medium]) -> None:
+        if self.as_json:
+            self._answer_in_json(session, question, images)
+            return
         start = time.perf_counter()
         first = None
         words = WrittenWords(self.console)
@@ -152,6 +159,18 @@ class Shell:
                     self._say(measurements(piece.usage, piece.report, first))
         if self.reports and self.last is not None:
             self.console.print(report_table(self.last))
+
+    def _answer_in_json(self, session: Session, question: str, images: list[Medium]) -> None:
+        """One answer as `keepsight ask --json` writes it, with the question before it."""
+        reply = session.ask(question, images or None, **self.options)
+        self.last = reply.report
+        told: Record = {
+            "question": question,
+            "text": reply.text,
+            "finish_reason": reply.finish_reason,
+        }
+        told |= {"usage": vars(reply.usage)}
+        json_line(told | ({"report": reply.report.to_dict()} if self.reports else {}))
 
     # -- commands --------------------------------------------------------------------------------
 

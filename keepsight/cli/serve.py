@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from keepsight.cli import options
 from keepsight.cli.model_names import check_model
+from keepsight.cli.terminal import json_line
 from keepsight.errors import InputError, MissingExtra
 from keepsight.kinds import Options
 from keepsight.system.places import check_device, check_listen, check_store_writable
@@ -70,6 +71,7 @@ def _with_flags() -> Callable[..., None]:
         "config": _option(str, "TOML or YAML with these flags."),
         "api_key": _option(list[str], _KEYS),
         "admin_key": _option(list[str], _ADMIN_KEYS),
+        "as_json": _option(bool, "The address and the log as lines of JSON.", "--json"),
         **{name: _flag(name, field) for name, field in fields.items()},
     }
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -114,6 +116,8 @@ def run(given: Options) -> None:
 
 def _run(given: Options) -> None:
     _check_libraries()
+    given = dict(given)
+    as_json = bool(given.pop("as_json", False))
     settings, server = _settings(given)
     if (name := settings.model) is None:
         raise InputError("which model? write: keepsight serve demo")
@@ -126,7 +130,7 @@ def _run(given: Options) -> None:
     with _loaded(settings) as vlm:
         from keepsight.server.running import serve as listen  # start-up time: after checking flags
 
-        listen(vlm, name, server, lambda port: _say(name, server, port))
+        listen(vlm, name, server, lambda port: announce(name, server, port, as_json), as_json)
 
 
 @contextlib.contextmanager
@@ -204,12 +208,18 @@ def _disc() -> str:
     return base64.b64encode(written.getvalue()).decode()
 
 
-def _say(name: str, config: ServerConfig, port: int) -> str:
-    """Print where it listens, and an example command; return the first line."""
+def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> str:
+    """Print where it listens, and an example command; return the first line.
+
+    As JSON it is one line, which a program that started the server reads to know its address.
+    """
     host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     shown = config.model_name or name
     key = ' -H "Authorization: Bearer YOUR_KEY"' if config.keys else ""
+    if as_json:
+        json_line({"event": "listening", "model": shown, "url": f"http://{host}:{port}"})
+        return ""
     where = f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)"
     typer.echo(where)
     typer.echo("Try:")

@@ -101,13 +101,26 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         return f"{colour}{text}{_PLAIN}" if self._colours and colour else text
 
 
-def start(wanted: bool) -> TerminalHandler | None:
-    """Start logging to standard error, problems as text; return the terminal's handler."""
+class JsonFormatter(logging.Formatter):
+    """Every line as JSON: requests as they are written, problems with time, level and text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever the record holds."""
+        text = super().format(record)
+        if hasattr(record, "request"):
+            return text
+        about = {"time": record.created, "level": record.levelname.lower(), "message": text}
+        return json.dumps(about)
+
+
+def start(wanted: bool, as_json: bool = False) -> TerminalHandler | None:
+    """Start logging to standard error, problems as text unless all is to be JSON; return the
+    terminal's handler."""
     terminal = None
-    if wanted and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if wanted and not as_json and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         terminal = TerminalHandler(sys.stderr)
     handler = terminal or logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter((JsonFormatter if as_json else logging.Formatter)("%(message)s"))
     for name, level in (("keepsight.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.setLevel(level)

@@ -213,9 +213,15 @@ def make_server(service: Service) -> Server:
     return Server(settings, service, config.seconds("drain"))
 
 
-def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], str]) -> None:
+def serve(
+    vlm: VLM,
+    name: str,
+    config: ServerConfig,
+    ready: Callable[[int], str],
+    as_json: bool = False,
+) -> None:
     """Serve until a signal ends it. `ready` gets the port and announces it."""
-    terminal = log.start(config.log)
+    terminal = log.start(config.log, as_json)
     service = make_service(vlm, name, config)
     server = make_server(service)
 
