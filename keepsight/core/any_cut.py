@@ -11,7 +11,6 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -36,15 +35,14 @@ from keepsight.core.kernels.passes import Kernels
 from keepsight.core.lane_batch import LaneBatch
 from keepsight.core.lane_mixer import MixerLayer
 from keepsight.core.recorded_steps import SETTLED
+from keepsight.core.scratch_runs import ScratchRuns
 from keepsight.core.settings import RuntimeSettings
-from keepsight.core.state import Lane
 from keepsight.kinds import Record
 from keepsight.models.families import Family
 from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
 from keepsight.models.weights import Weights
-from keepsight.prefix.node import Node
-from keepsight.prefix.prompt import Prompt, Rule
+from keepsight.prefix.prompt import Rule
 from keepsight.store.contract import Store
 
 TOKENS = 46  # tokens of the test prompt
@@ -86,6 +84,7 @@ class AnyCut:
         mixers.begin(model)
         self._store = store
         self._model, self._family, self._engine = model, family, engine
+        self._scratch = ScratchRuns(model, family, engine)
         self._weights = weights
         self._is_narrow = is_narrow(model)  # once, because it walks over all modules
         # A caller who names a grain wants boundaries.
@@ -154,8 +153,8 @@ class AnyCut:
         kernels = self._engine.kernels
         if kernels is None or kernels.in_graphs:
             return
-        ids = self._ids(2)
-        run = self._run(kernels, ids)
+        ids = self._scratch.ids(2)
+        run = self._scratch.begin(kernels, ids)
         sizes = [1] * GRID  # a list for each block of the grid
         if not self._on_a_grid:
             sizes = [
@@ -163,22 +162,12 @@ class AnyCut:
             ]
         kernels.warming_up = True
         try:
-            with quiet(self._model), self._uncounted():
+            with quiet(self._model), self._scratch.uncounted():
                 self._engine.chunk(run, 0, len(ids), [])
                 for size in sizes:
                     self._engine.forward(run, [int(ids[0])] * size)
         finally:
             kernels.warming_up = False
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Tokens that nobody asked about are not counted."""
-        engine = self._engine
-        counted = engine.prefill_tokens, engine.decode_steps
-        try:
-            yield
-        finally:
-            engine.prefill_tokens, engine.decode_steps = counted
 
     def stats(self) -> Record:
         """Bytes of packed copies, and the number of decoded steps that ran as a recorded list since
@@ -302,13 +291,13 @@ class AnyCut:
         count = tokens_of(0 if self._graphs is None else self._graphs.decoder_bytes)
 
         def begin(ids: np.ndarray) -> Run:
-            return self._run(kernels, ids)
+            return self._scratch.begin(kernels, ids)
 
-        return GraphTrial(self._model, self._family, self._engine, begin, self._ids(count))
+        return GraphTrial(self._model, self._family, self._engine, begin, self._scratch.ids(count))
 
     def _fails(self, kernels: Kernels) -> str:
         """What shows that bits depend on more than earlier tokens; empty if nothing does."""
-        ids = self._ids(_TOKENS_ON_A_GRID if self._on_a_grid else TOKENS)
+        ids = self._scratch.ids(_TOKENS_ON_A_GRID if self._on_a_grid else TOKENS)
         others: set[str] = set()
         with doubtful.noted_in(others, len(ids)):
             wanted = self._states(kernels, ids, ())
@@ -358,27 +347,13 @@ class AnyCut:
             return "it computes something else than our kernels"
         return ""
 
-    def _ids(self, tokens: int) -> np.ndarray:
-        """Token ids of ordinary text."""
-        count = self._model.get_input_embeddings().num_embeddings
-        kept = set(self._family.placeholders.values())
-        some = (np.arange(tokens * 2) * 7919 + 11) % count
-        return np.array([one for one in some if one not in kept][:tokens], dtype=np.int64)
-
-    def _run(self, kernels: Kernels | None, ids: np.ndarray) -> Run:
-        engine, types = self._engine, np.zeros(len(ids), dtype=np.int8)
-        lane = Lane(self._model, engine.shape, engine.lanes.making, grows=True)
-        positions = self._family.positions(ids, types, [])
-        behind = positions[..., -1:] + 1
-        return Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), behind, kernels=kernels)
-
     def _states(
         self, kernels: Kernels | None, ids: np.ndarray, cuts: Sequence[int]
     ) -> list[torch.Tensor]:
         """Keys, values, states and logits of a prompt computed in the given pieces."""
-        run, engine = self._run(kernels, ids), self._engine
+        run, engine = self._scratch.begin(kernels, ids), self._engine
         logits = None
-        with self._uncounted():
+        with self._scratch.uncounted():
             for start, stop in pairwise([0, *cuts, len(ids)]):
                 logits = engine.chunk(run, start, stop, [])
         return [*states_of(run.lane), *([] if logits is None else [logits])]
@@ -388,8 +363,8 @@ class AnyCut:
     ) -> bool:
         """Whether the last tokens get the same states when decoded beside other sequences."""
         engine, first = self._engine, len(ids) - 2
-        runs = [self._run(kernels, ids[:count]) for count in (first, 5)]
-        with self._uncounted():
+        runs = [self._scratch.begin(kernels, ids[:count]) for count in (first, 5)]
+        with self._scratch.uncounted():
             for run in runs:
                 engine.chunk(run, 0, len(run.prompt), [])
         batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)

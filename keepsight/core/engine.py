@@ -212,7 +212,7 @@ class Engine:
             run.logits = logits
         run.changed |= changed()
         if run.kernels is not None and not run.changed:
-            self._remember_all(run, ends, logits, cost)
+            self.remember(run, ends, logits, cost)
         elif run.node.end == start and not run.changed:
             self._remember(run, cut, logits, cost)
 
@@ -262,10 +262,10 @@ class Engine:
         if not node.terminal:
             run.lane.marks.append((end, node))
 
-    def _remember_all(
+    def remember(
         self, run: Run, ends: Sequence[int], logits: torch.Tensor | None, cost: float
     ) -> None:
-        """Remember the several snapshots of one pass."""
+        """Remember the snapshots of one pass, which took so many milliseconds."""
         begin, stop = run.node.end, run.lane.length
         for end in ends:
             if run.node.end < end <= stop:

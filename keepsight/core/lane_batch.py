@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from keepsight.core.attention import grouped_queries
 from keepsight.core.batch import Batch, TokenSampler
 from keepsight.core.engine import Run
-from keepsight.core.kernels.passes import attention_here
+from keepsight.core.kernels.passes import attention_here, running
 from keepsight.core.lane_layer import LaneLayer
 from keepsight.core.lane_mixer import MixerLayer, MixerRows
 from keepsight.core.recorded_steps import decode
@@ -156,6 +157,35 @@ class LaneBatch:
                 return steps
             running, logits = going_on, self.step(tokens)
             steps += 1
+
+    @quietly
+    def prefill(self) -> torch.Tensor:
+        """Read what is left of each prompt in one pass: words that need no further inputs. Return
+        the logits after each, one row each."""
+        starts = [run.lane.length for run in self.runs]
+        counts = [len(run.prompt) - start for run, start in zip(self.runs, starts, strict=True)]
+        most, device = max(counts), self._model.device
+        ids = torch.zeros(len(counts), most, dtype=torch.long)
+        places = []
+        for row, (run, start) in enumerate(zip(self.runs, starts, strict=True)):
+            ids[row, : counts[row]] = torch.from_numpy(run.prompt.ids[start:])
+            own = run.positions[..., start:]
+            # Padding stands behind the prompt, where no token of it looks.
+            behind = own[..., -1:].expand(*own.shape[:-1], most - counts[row])
+            places.append(torch.cat([own, behind], dim=-1))
+        ends_within = most - min(counts) + 1
+        with grouped_queries(device), running(self.runs[0].kernels):
+            output = self._model(
+                input_ids=ids.to(device),
+                position_ids=torch.cat(places, dim=-2).to(device),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=ends_within,
+            )
+        for run in self.runs:
+            run.lane.rewind(len(run.prompt))
+        last = [count - 1 - most for count in counts]
+        return torch.stack([output.logits[row, place] for row, place in enumerate(last)])
 
     @quietly
     def step(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -156,10 +156,6 @@ class LaneLayer(DynamicLayer):
         """Tokens of each lane, for layers of several lanes."""
         return [self.length]
 
-    def first_seen(self) -> int | None:
-        """The first key that the last token sees, or None if it sees all."""
-        return self.first_seen_by(self.length - 1)
-
     def first_seen_by(self, place: int) -> int | None:
         """The first key that the token at a place sees, or None if it sees all."""
         return None

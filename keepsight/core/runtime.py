@@ -18,6 +18,7 @@ from keepsight.core import attention
 from keepsight.core.any_cut import AnyCut
 from keepsight.core.call import Call
 from keepsight.core.engine import Engine
+from keepsight.core.joint_prefill import JointPrefill
 from keepsight.core.kernels import passes
 from keepsight.core.render import Name, Renderer
 from keepsight.core.settings import (
@@ -109,6 +110,7 @@ class Runtime:
         kind = (family.sees_whole_media, family.reuse, family.media_ends)
         self.rule = self._boundaries = Rule(grain, ends, *kind)
         self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned, store)
+        self.joint = JointPrefill(model, family, self.engine)
         self.finding = self._any_cut.before
         self._compiled = Compiled(model, not family.packages_only)
         self._compiled.gather()
@@ -320,6 +322,7 @@ class Runtime:
         with self.lock:
             self.refresh()
             self._any_cut.warm_up()
+            self.joint.warm_up()
 
     def _now(self) -> Record:
         """The environment now, in this thread."""

@@ -187,7 +187,8 @@ class Turn:
         if self.rule.any_cut:
             return self._runtime.prefixes.match_tokens(self.namespace, self.prompt, self.rule)
         find = self._runtime.prefixes.match
-        return find(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
+        next_cut = self.prompt.next_boundary(self.rule, self._exact)
+        return find(self.namespace, self.prompt, next_cut, loose=self._loose)
 
     def from_boundary(self) -> None:
         """If the whole prompt is remembered, step back to the boundary before its end."""
@@ -201,17 +202,6 @@ class Turn:
             tree.hold(self._waiting)
             tree.release(whole)
             tree.load(self._waiting, self.prompt)
-
-    def _next_cut(self) -> Callable[[int], int | None]:
-        rule, prompt = self.rule, self.prompt
-        cuts = prompt.boundaries(rule)
-
-        def next_cut(position: int) -> int | None:
-            if position == 0 or position in cuts or self._exact:
-                return next((cut for cut in cuts if cut > position), None)
-            return next(iter(prompt.boundaries(rule, position)), None)
-
-        return next_cut
 
     @property
     def begun(self) -> bool:
@@ -244,21 +234,29 @@ class Turn:
             raise KeepsightError("this turn has no lane: it was not begun, or it is over")
         return self._run
 
+    def start(self, shared: bool = False) -> Run:
+        """Take a lane, with what is remembered of the prompt on it. With `shared` also what other
+        turns added since."""
+        if self._run is None:
+            self._vision.require(self.prompt.shown(self.match.length))  # before computing anything
+            room = self.sampler.max_new_tokens if self.sampler is not None else 0
+            with self._stage("restore"):
+                given = (self.prompt, self.match, min(room, 4096), self._kernels)
+                self._run = self._runtime.engine.start(*given)
+                self._waiting = None
+            self.milliseconds.setdefault("prefill", 0.0)
+        if shared:
+            while self.run.lane.length < len(self.prompt) and self._catch_up(self.run):
+                pass
+        return self.run
+
     def work(self, shared: bool = False) -> Iterator[int]:
         """Run steps 3 and 4 in pieces. After each pass of the tower or of the language model it
         yields a number of tokens, and others may use the model. With `shared` they do, and
         snapshots they add to the tree meanwhile are used instead of computed."""
         engine, end = self._runtime.engine, len(self.prompt)
-        self._vision.require(self.prompt.shown(self.match.length))  # before anything is computed
-        room = self.sampler.max_new_tokens if self.sampler is not None else 0
-        with self._stage("restore"):
-            self._run = run = engine.start(self.prompt, self.match, min(room, 4096), self._kernels)
-            self._waiting = None
-        self.milliseconds.setdefault("prefill", 0.0)
         packages: dict[int, Package] = {}
-        while run.lane.length < end:
-            if shared and self._catch_up(run):
-                continue
+        while (run := self.start(shared)).lane.length < end:
             start = run.lane.length
             cut = next((cut for cut in self.cuts if cut > start), end)
             media = {span.medium for span in self.prompt.clip(start, cut)}
@@ -272,6 +270,7 @@ class Turn:
             packages = {m: packages[m] for m in packages if self.prompt.ranges[m][-1][1] > cut}
             yield cut - start
         self._reached = run.node
+        room = self.sampler.max_new_tokens if self.sampler is not None else 0
         engine.guess(run, self._tenant, room, self._tally)
 
     def _catch_up(self, run: Run) -> bool:

@@ -11,7 +11,7 @@ answer equal to a cold one bit for bit.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -174,6 +174,18 @@ class Prompt:
     def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
         """All boundaries after `start` and strictly before the prompt's end."""
         return list(self.boundaries_from(rule, start))
+
+    def next_boundary(self, rule: Rule, exact: bool) -> Callable[[int], int | None]:
+        """A function that gives the first boundary after a position; unless `exact`, positions that
+        are none themselves have boundaries of their own."""
+        cuts = self.boundaries(rule)
+
+        def first_after(position: int) -> int | None:
+            if position == 0 or position in cuts or exact:
+                return next((cut for cut in cuts if cut > position), None)
+            return next(iter(self.boundaries(rule, position)), None)
+
+        return first_after
 
     def boundaries_from(self, rule: Rule, start: int) -> Iterator[int]:
         """Yield the boundaries one by one, for callers that need only the first."""

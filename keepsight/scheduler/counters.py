@@ -18,7 +18,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.finished = self.cancelled = self.failed = self.refused = 0
-        self.chunks = self.towers = self.steps = self.tokens = 0
+        self.chunks = self.joint = self.towers = self.steps = self.tokens = 0
         self.ahead_tokens = 0  # tokens prefilled without a request
         self._recent: deque[tuple[float, int]] = deque()
         self._seconds = 1.0  # seconds per request, averaged with more weight on the latest
@@ -52,8 +52,8 @@ class Counts:
         now = time.monotonic()
         fresh = [(when, tokens) for when, tokens in recent if when >= now - _WINDOW]
         span = max(1e-3, now - fresh[0][0]) if fresh else 1.0
-        names = ["finished", "cancelled", "failed", "refused", "chunks", "towers", "steps"]
-        names.append("ahead_tokens")
+        names = ["finished", "cancelled", "failed", "refused", "chunks"]
+        names += ["joint", "towers", "steps", "ahead_tokens"]
         stats: Record = {name: getattr(self, name) for name in names}
         stats["tokens"] = self.tokens
         stats["tokens_per_second"] = round(sum(tokens for _, tokens in fresh) / span, 2)

@@ -18,6 +18,7 @@ from keepsight.core.batch import Batch
 from keepsight.core.engine import Engine, Run
 from keepsight.core.lane_batch import LaneBatch, batch_of
 from keepsight.errors import KeepsightError
+from keepsight.kinds import Record
 from keepsight.models.families import Family
 from keepsight.scheduler.policy import SequenceSizes
 
@@ -47,6 +48,15 @@ class Decoding:
         return sum(
             group.lane.nbytes if isinstance(group, Run) else group.nbytes for group in self.groups
         )
+
+    def stats(self) -> Record:
+        """How sequences share passes."""
+        return {
+            "batches": len(self.groups),
+            "batch_bytes": self.nbytes,
+            "passes": self.passes,
+            "rows_per_pass": round(self.rows / max(1, self.passes), 3),
+        }
 
     def planned(self, columns: Callable[[Run], int]) -> int:
         """Bytes when all have their greatest length; `columns` gives that length."""

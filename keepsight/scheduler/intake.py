@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from keepsight.core.call import Call
 from keepsight.core.lengths import characters
@@ -29,14 +30,14 @@ from keepsight.core.sampling import (
     sampler,
 )
 from keepsight.core.turn import Turn
-from keepsight.errors import ModelKeepsChanging
+from keepsight.errors import Closed, ModelKeepsChanging
 from keepsight.formats.package import Package
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium
 from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
-from keepsight.report import Report
+from keepsight.report import Piece, Report
 from keepsight.scheduler.ticket import Ticket
 from keepsight.system.accounts import account_of
 from keepsight.system.lock import Mutex
@@ -72,6 +73,31 @@ class Request:
     order: PromptOrder | None = None  # the messages, to prepare the next turn
     follow: Follow | None = None
     texts: list[str] = field(default_factory=list)  # the answer so far
+
+    def begin_decoding(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Make ready to take tokens."""
+        self.sampler = self.turn.sequence_sampler()
+        self.detokenizer = Detokenizer.of(self.turn.sampler, tokenizer)
+
+    def take(self, logits: torch.Tensor) -> bool:
+        """Choose a token and hand it out; return whether it was the last."""
+        if self.sampler is None or self.detokenizer is None:
+            raise Closed("this request has not begun to decode")
+        self.token = self.sampler.take(logits)
+        piece = Piece(self.detokenizer.push(self.token), self.token)
+        self.texts.append(piece.text)
+        self.ticket.put(piece)
+        # Transformers' criterion misses some stop strings that end inside a token.
+        return self.sampler.over or self.detokenizer.stopped
+
+    def last_words(self) -> tuple[str, str | None]:
+        """The text that was held back for a stop string, and why the answer ended."""
+        sampler, detokenizer = self.turn.sampler, self.detokenizer
+        text = detokenizer.rest() if detokenizer is not None else ""
+        self.texts.append(text)
+        if detokenizer is not None and detokenizer.stopped:
+            return text, "stop"
+        return text, sampler.finish_reason if sampler is not None else None
 
     def close(self) -> None:
         """End its work in any state."""

@@ -19,7 +19,6 @@ import torch
 
 from keepsight.core.call import Call
 from keepsight.core.engine import Run
-from keepsight.core.sampling import Detokenizer
 from keepsight.errors import Closed, InputError
 from keepsight.kinds import Message, Record
 from keepsight.report import Piece, Report
@@ -27,12 +26,12 @@ from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, cl
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
 from keepsight.scheduler.intake import Follow, Intake, Request
+from keepsight.scheduler.joint import JointPasses
 from keepsight.scheduler.policy import (
     PREFILL_PIECE,
     SequenceSizes,
     check_bounds,
     had_its_turn,
-    next_of,
 )
 from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.request_queue import RequestQueue
@@ -85,6 +84,7 @@ class Together:
         self.counts = Counts()
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
         self._admission = Admission(max_running + max_waiting)
+        self._joint = JointPasses(vlm.runtime.joint, prefill_piece)
         self._line = RequestQueue(self._sizes, self._decoding, max_running, self._budget)
         self._guests = SideJobs(self._line.shares, self._admission)
         self.beside = self._guests.turn  # other work with the model, from any thread
@@ -140,17 +140,14 @@ class Together:
 
     def stats(self) -> Record:
         """The number of requests in each state, and what was done so far."""
-        decoding, inside = self._decoding, self._admission.in_flight
+        inside = self._admission.in_flight
         return {
             "in_flight": inside,
             "waiting": inside - len(self._line.prefilling) - len(self._line.running),
             "prefilling": len(self._line.prefilling),
             "running": len(self._line.running),
-            "batches": len(decoding.groups),
-            "batch_bytes": decoding.nbytes,
             "budget": self._budget,
-            "passes": decoding.passes,
-            "rows_per_pass": round(decoding.rows / max(1, decoding.passes), 3),
+            **self._decoding.stats(),
             **self.counts.stats(),
         }
 
@@ -243,7 +240,7 @@ class Together:
         self._admit()
         held = self._line.held_back()
         if prefilling := [one for one in self._line.prefilling if one not in held]:
-            self._guarded(next_of(prefilling), self._prefill)
+            self._prefill_next(prefilling)
         if self._line.running:
             with self._vlm.runtime.lock:
                 self._step(self._line.held_back())
@@ -275,6 +272,19 @@ class Together:
 
     # -- prefilling ------------------------------------------------------------------------------
 
+    def _prefill_next(self, prefilling: list[Request]) -> None:
+        """Run a joint pass over the ends of several prompts, or one piece of one."""
+        with self._vlm.runtime.lock:
+            others = [*self._line.prefilling, *self._line.waiting]
+            group = self._joint.group(prefilling, self._rounds)
+            costs = self._joint.prefill(group, others)
+            self.counts.joint += bool(costs)
+            self._line.shares.spend([one.account for one in costs], sum(costs.values()) / 1e3)
+            for request, cost in costs.items():
+                self._guarded(request, partial(self._prefilled, cost=cost))
+            if not costs:
+                self._guarded(group[0], self._prefill)
+
     def _prefill(self, request: Request) -> None:
         """Run one piece of one prompt."""
         turn, counts = request.turn, self.counts
@@ -295,8 +305,10 @@ class Together:
         if turn.done_tokens == request.tokens:
             self._prefilled(request)
 
-    def _prefilled(self, request: Request) -> None:
+    def _prefilled(self, request: Request, cost: float | None = None) -> None:
         turn = request.turn
+        if cost is not None:
+            self._joint.remember(request, cost)
         for _ in request.work or ():  # only its end remains to be reported
             pass
         self._line.prefilling.remove(request)
@@ -304,8 +316,7 @@ class Together:
             self._complete(request)
             return
         self._line.running[turn.run] = request
-        request.sampler = turn.sequence_sampler()
-        request.detokenizer = Detokenizer.of(turn.sampler, self._vlm.runtime.tokenizer())
+        request.begin_decoding(self._vlm.runtime.tokenizer())
         self.counts.took(1)
         if turn.run.logits is not None and not self._take(request, turn.run.logits):
             self._decoding.join(turn.run, request.keeps_lane)
@@ -341,15 +352,7 @@ class Together:
 
     def _take(self, request: Request, logits: torch.Tensor) -> bool:
         """Choose a token and hand it out; return whether it was the last."""
-        if request.sampler is None or request.detokenizer is None:
-            raise Closed("this request has not begun to decode")
-        request.token = request.sampler.take(logits)
-        piece = Piece(request.detokenizer.push(request.token), request.token)
-        request.texts.append(piece.text)
-        request.ticket.put(piece)
-        # Transformers' criterion misses some stop strings that end inside a token.
-        over = request.sampler.over or request.detokenizer.stopped
-        if over:
+        if over := request.take(logits):
             self._complete(request)
         return over
 
@@ -357,13 +360,9 @@ class Together:
 
     def _complete(self, request: Request) -> None:
         turn = request.turn
-        text = request.detokenizer.rest() if request.detokenizer is not None else ""
-        reason = turn.sampler.finish_reason if turn.sampler is not None else None
-        if request.detokenizer is not None and request.detokenizer.stopped:
-            reason = "stop"
+        text, reason = request.last_words()
         self._leave(request, ended=True)
         turn.keep_decoded()
-        request.texts.append(text)
         if request.follow is not None:
             self._ahead.follow(request)
         turn.finish()

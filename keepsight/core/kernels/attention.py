@@ -67,8 +67,8 @@ class LaneBuffers(Protocol):
     room_k: torch.Tensor | None
     room_v: torch.Tensor | None
 
-    def first_seen(self) -> int | None:
-        """The first key that the last token sees, or None if it sees all."""
+    def first_seen_by(self, place: int) -> int | None:
+        """The first key that the token at a place sees, or None if it sees all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,28 +187,29 @@ class Attention:
                 f"attention of {heads[0]} heads of {heads[2]} depends on the number of rows"
             )
             filling = USUAL
-        rows = []
-        for row, (keys, values, length, first) in enumerate(self._rooms(key, value)):
+        rows, count = [], query.shape[-2]
+        for row, (keys, values, length, lane) in enumerate(self._rooms(key, value)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
-            if first is not None:  # the mask given is that of the longest lane
-                own = _behind(first, length)
-            sees_all = own is None and not causal and query.shape[-2] > 1
+            several = lane is not None and (count > 1 or lane.first_seen_by(0) is not None)
+            if lane is not None and several:  # the mask given is that of the longest lane
+                own = _seen_in(lane, length, count)
+            sees_all = own is None and not causal and count > 1 and not several
             one = query[row : row + 1]
             rows.append(self._row(one, keys, values, length, own, sees_all, scale, filling))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _rooms(
         self, key: torch.Tensor, value: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor, int, int | None]]:
-        """For each sequence: keys and values in whole blocks, their number, and the first key it
-        sees if there are several sequences."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int, LaneBuffers | None]]:
+        """For each sequence: keys and values in whole blocks, their number, and its layer if there
+        are several sequences."""
         held, found = self._held.get(id(key)), []
         if held is not None and held.values is value:
             several = len(held.layers) > 1
             for layer in held.layers:
                 if layer.room_k is not None and layer.room_v is not None:
-                    first = layer.first_seen() if several else None
-                    found.append((layer.room_k, layer.room_v, layer.length, first))
+                    lane = layer if several else None
+                    found.append((layer.room_k, layer.room_v, layer.length, lane))
             return found
         length = key.shape[-2]
         more = (0, 0, 0, -length % BLOCK)
@@ -292,9 +293,14 @@ def _make_mask(
     return _Mask(given, values[None, None], begin, end)
 
 
-def _behind(first: int, length: int) -> torch.Tensor:
-    """The mask of a token that sees all tokens from `first` on."""
-    return (torch.arange(length) >= first)[None, None, None]
+def _seen_in(lane: LaneBuffers, length: int, count: int) -> torch.Tensor | None:
+    """What the last tokens of a lane see, where it is not all before them."""
+    places, own = torch.arange(length), range(length - count, length)
+    firsts = [lane.first_seen_by(place) for place in own]
+    if None in firsts:
+        return None
+    first = torch.tensor(firsts)[:, None]
+    return ((places >= first) & (places <= torch.tensor(own)[:, None]))[None, None]
 
 
 def _numeric_mask(

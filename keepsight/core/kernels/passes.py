@@ -44,6 +44,7 @@ class Kernels:
     doubts: list[str] = field(default_factory=list)  # what was met without a trial
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
+    joins: bool | None = None  # whether prompts may share a pass; None before the trial
     in_graphs: bool = False  # of another runtime: torch functions stay
     ready: Callable[[], None] = _no_preparation  # called before each pass
     warming_up: bool = False  # steps are recorded as soon as they can be: nobody waits for them

@@ -1,0 +1,78 @@
+"""Chooses prompts whose ends are short enough to be read in one pass.
+
+The one whose turn it is decides; others join it while padding costs less than it saves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from keepsight.core.joint_prefill import JointPrefill
+from keepsight.scheduler.intake import Request
+from keepsight.scheduler.policy import had_its_turn, next_of
+
+_PADDED = 1.5  # rows of a joint pass for each token
+
+
+class JointPasses:
+    """The joint passes of one scheduler, of at most so many rows each."""
+
+    def __init__(self, joint: JointPrefill, rows: int) -> None:
+        self._joint, self._rows = joint, rows
+
+    def group(self, prefilling: Sequence[Request], now: int) -> list[Request]:
+        """The request whose turn it is, and others that are as short. `now`: the current round. The
+        caller holds the model's lock."""
+        chosen, found, starts = next_of(prefilling), list[Request](), set[tuple[int, int]]()
+        counts: list[int] = []
+        for request in sorted(prefilling, key=lambda one: (one is not chosen, one.number)):
+            tokens = self._tokens(request, now)
+            if not tokens and request is chosen:
+                return [chosen]
+            run = request.turn.run if tokens else None
+            if run is None:
+                continue
+            # Where two go on alike, the second takes over what the first computes.
+            begin = id(run.node), int(run.prompt.ids[run.lane.length])
+            rows = max([*counts, tokens]) * (len(counts) + 1)
+            fits = rows <= min(self._rows, _PADDED * (sum(counts) + tokens))
+            if begin not in starts and (fits or not found):
+                found.append(request)
+                counts.append(tokens)
+                starts.add(begin)
+        return found
+
+    def _tokens(self, request: Request, now: int) -> int:
+        """The tokens left of a prompt that a joint pass may read; 0 if it goes alone."""
+        turn = request.turn
+        try:
+            if request.work is None or (request.looked_at != now and turn.out_of_date()):
+                return 0
+            return self._joint.tokens(turn.start(shared=True))
+        except Exception:  # it is raised again where it ends this request only
+            return 0
+
+    def prefill(self, group: Sequence[Request], others: Sequence[Request]) -> dict[Request, float]:
+        """Read what is left of their prompts in one pass; return the milliseconds that each took of
+        it. Empty if each must go on alone."""
+        if len(group) < 2:
+            return {}
+        begun, counts = time.perf_counter(), [request.remaining for request in group]
+        if not self._joint.prefill([request.turn.run for request in group]):
+            return {}
+        spent = 1e3 * (time.perf_counter() - begun)
+        waiting = [other for other in others if other not in group]
+        for request, count in zip(group, counts, strict=True):
+            stages = request.turn.milliseconds
+            stages.setdefault("queued", 1e3 * (begun - request.ready))
+            stages["prefill"] += spent  # all of them waited for all of it
+            had_its_turn(request, waiting, count)
+        return {r: spent * n / sum(counts) for r, n in zip(group, counts, strict=True)}
+
+    def remember(self, request: Request, cost: float) -> None:
+        """Remember what a joint pass computed, unless the model changed meanwhile."""
+        turn = request.turn
+        turn.run.changed |= turn.out_of_date()
+        if not turn.run.changed:
+            self._joint.remember(turn.run, turn.ends, cost)

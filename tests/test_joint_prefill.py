@@ -1,0 +1,188 @@
+"""Short ends of several prompts are read in one pass, with the bits that each has alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import build, picture, turn
+
+import keepsight as ks
+from keepsight.core.graph_trial import equal, states_of
+from keepsight.core.joint_prefill import SHORT
+from keepsight.core.lane_batch import LaneBatch
+from keepsight.core.turn import Turn
+from keepsight.scheduler import Together
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe", "sliding", "llava", "gemma3_sliding")
+QUESTIONS = (
+    "What is it?",
+    "Which colours, and where are they?",
+    "How many?",
+    "And its size, then?",
+)
+
+
+def known() -> list[list[Any]]:
+    """Conversations of which only the last question will be new."""
+    return [[turn("Look at this.", picture(1 + number))] for number in range(len(QUESTIONS))]
+
+
+def asked() -> list[list[Any]]:
+    return [
+        [*chat[:1], {"role": "assistant", "content": "I see."}, turn(question)]
+        for chat, question in zip(known(), QUESTIONS, strict=True)
+    ]
+
+
+def ask(together: Together, chats: list[list[Any]], **options: Any) -> list[Any]:
+    """The replies to some chats that all came before anything was computed."""
+    options = {"max_new_tokens": 6, **GREEDY, **options}
+    with together._runtime.lock:
+        tickets = [together.submit(chat, **options) for chat in chats]
+    return [ticket.result() for ticket in tickets]
+
+
+def states(vlm: ks.VLM, chat: list[Any]) -> list[torch.Tensor]:
+    """Keys, values and logits after a prompt: remembered ones where there are any."""
+    one = Turn(vlm.runtime, partial(vlm.render, chat), dict(GREEDY))
+    run = one.ready()
+    found = [*states_of(run.lane), run.last_logits().clone()]
+    one.finish()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_has_the_bits_that_it_has_alone(kind: str, dtype: torch.dtype) -> None:
+    with ks.wrap(*build(kind, dtype)) as vlm:
+        replies = [vlm.chat(chat, max_new_tokens=6, **GREEDY) for chat in asked()]
+        wanted = [states(vlm, chat) for chat in asked()]
+        if not vlm.runtime.finding.kernels:
+            pytest.skip(f"boundaries hold here: {vlm.runtime.finding.why}")
+    with ks.wrap(*build(kind, dtype)) as vlm, Together(vlm) as together:
+        ask(together, known())
+        before = together.stats()
+        found = ask(together, asked())
+        now = together.stats()
+        assert now["joint"] > before["joint"] and now["chunks"] <= before["chunks"] + 2
+        assert [reply.tokens for reply in found] == [reply.tokens for reply in replies]
+        computed = vlm.runtime.engine.prefill_tokens
+        for chat, its in zip(asked(), wanted, strict=True):
+            assert equal(states(vlm, chat), its)
+        assert vlm.runtime.engine.prefill_tokens == computed, "all of it was remembered"
+        vlm.runtime.tree.check()
+
+
+def test_seeds_hold_and_usage_counts_what_was_new() -> None:
+    options = {"do_sample": True, "temperature": 1.5, "seed": 7}
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        for chat in known():
+            vlm.chat(chat, max_new_tokens=6, **GREEDY)
+        wanted = [vlm.chat(chat, max_new_tokens=6, **options) for chat in asked()]
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        ask(together, known())
+        found = ask(together, asked(), **options)
+        assert together.stats()["joint"]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens == other.tokens
+        assert one.usage.cached_tokens == other.usage.cached_tokens > 0
+        assert one.report.milliseconds["prefill"] > 0
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    computed = []
+    for chats in (asked(), [*asked(), *asked()]):
+        with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+            ask(together, known())
+            before = vlm.runtime.engine.prefill_tokens
+            replies = [reply.tokens for reply in ask(together, chats)]
+            computed.append(vlm.runtime.engine.prefill_tokens - before)
+    assert computed[0] == computed[1] > 0 and replies[:4] == replies[4:]
+
+
+@pytest.mark.parametrize("what", ["pictures", "long"])
+def test_what_goes_alone(what: str) -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        ask(together, known())
+        chats = asked()
+        for number, chat in enumerate(chats):
+            more = "word " * SHORT if what == "long" else "And this?"
+            pictures = [picture(20 + number)] if what == "pictures" else []
+            chat[-1] = turn(more, *pictures)
+        ask(together, chats)
+        assert together.stats()["joint"] == 0
+
+
+def test_a_pass_that_fails_leaves_each_to_go_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        wanted = [vlm.chat(chat, max_new_tokens=6, **GREEDY).tokens for chat in asked()]
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        vlm.runtime.warm_up()  # the trial
+        ask(together, known())
+        whole, rows = LaneBatch.prefill, []
+
+        def broken(batch: LaneBatch) -> torch.Tensor:
+            rows.append(len(batch.runs))
+            whole(batch)
+            raise torch.OutOfMemoryError("too much")
+
+        monkeypatch.setattr(LaneBatch, "prefill", broken)
+        assert [reply.tokens for reply in ask(together, asked())] == wanted
+        assert len(rows) == 1 and together.stats()["joint"] == 0
+        vlm.runtime.tree.check()
+        assert vlm.runtime.tree.held_bytes() == 0
+
+
+def test_other_bits_together_are_seen_and_nothing_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = LaneBatch.prefill
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        wanted = [vlm.chat(chat, max_new_tokens=6, **GREEDY).tokens for chat in asked()]
+
+    def rounded(batch: LaneBatch) -> torch.Tensor:
+        logits = whole(batch)
+        return logits.nextafter(logits + 1)
+
+    monkeypatch.setattr(LaneBatch, "prefill", rounded)
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        ask(together, known())
+        assert [reply.tokens for reply in ask(together, asked())] == wanted
+        assert together.stats()["joint"] == 0 and vlm.runtime.engine.kernels.joins is False
+
+
+def test_what_other_weights_computed_is_not_remembered_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that change under a joint pass and change back."""
+    model, processor = build("qwen3_vl")
+    weight = model.model.language_model.layers[0].mlp.down_proj.weight
+    before, whole, changes = weight.detach().clone(), LaneBatch.prefill, []
+
+    def changed(batch: LaneBatch) -> torch.Tensor:
+        if not changes:
+            with torch.no_grad():
+                weight.mul_(1.5)
+        changes.append(len(batch.runs))
+        return whole(batch)
+
+    with ks.wrap(model, processor) as vlm:
+        wanted = [states(vlm, chat) for chat in asked()]
+    try:
+        with ks.wrap(model, processor) as vlm, Together(vlm) as together:
+            vlm.runtime.warm_up()
+            ask(together, known())
+            monkeypatch.setattr(LaneBatch, "prefill", changed)
+            ask(together, asked())
+            assert changes
+            with torch.no_grad():
+                weight.copy_(before)
+            for chat, its in zip(asked(), wanted, strict=True):
+                assert equal(states(vlm, chat), its)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
