@@ -24,6 +24,10 @@ demo: $(VENV)/ready
 # threads, an environment that changed under them), and it was not seen again.
 GRAPHS := tests/test_export*.py tests/test_whole_model_compiles.py
 
+# Threads that wait for each other sleep: with both processors busy, spinning took several times as long
+# as the work of the tests that use two or three threads.
+test test-slow: export OMP_WAIT_POLICY := PASSIVE
+
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(foreach path,$(wildcard $(GRAPHS)),--ignore=$(path))
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(wildcard $(GRAPHS))
