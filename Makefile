@@ -28,8 +28,9 @@ GRAPHS := tests/test_export*.py tests/test_whole_model_compiles.py
 # as the work of the tests that use two or three threads.
 test test-slow: export OMP_WAIT_POLICY := PASSIVE
 
+# In the order of their names: by the number of tests, as is usual, files of few and long tests come last.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(foreach path,$(wildcard $(GRAPHS)),--ignore=$(path))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(foreach path,$(wildcard $(GRAPHS)),--ignore=$(path))
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(wildcard $(GRAPHS))
 
 test-slow: $(VENV)/ready
