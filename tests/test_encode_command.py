@@ -108,8 +108,12 @@ def test_the_model_may_be_the_first_word(folder: Path) -> None:
     assert "write: keepsight encode demo PICTURES --to FOLDER" in refused("demo", *to)
     assert "did you mean demo-hybrid?" in refused("demo-hybird", "a.png", *to)
     assert "of the Hub is named with --model" in refused("owner/model", "a.png", *to)
-    # What is there is a source, whatever it is called and whatever else lies in it.
+    # The clone has a folder of that name, which holds nothing to look at.
     Path("demo").mkdir()
+    Path("demo/make.py").write_text("")
+    assert lines(run("demo", "a.png", *to).stdout)[0]["status"] == "kept"
+    assert "no pictures are named" in refused("demo", *to)
+    # What is there is a source, whatever it is called and whatever else lies in it.
     Path("demo/config.json").write_text('{"title": "my pictures"}')
     Path("demo/p.png").write_bytes(png(9))
     assert lines(run("demo", "a.png", *to).stdout)[-1]["images"] == 2

@@ -32,6 +32,7 @@ from keepsight.cli.options import (
     MinPixels,
     SomeModel,
     Tenant,
+    holds_pictures,
     load,
     model_first,
     one_model,
@@ -123,11 +124,11 @@ def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[
     A folder beside `--model` is a source, whatever is in it.
     """
     named, sources = model_first(words, alone=False)
-    if named is not None and option is not None and Path(named).expanduser().exists():
+    if named is not None and option is not None and _is_there(named):
         named, sources = None, words
     model = one_model(named, option)
     first = sources[0]
-    if os.path.lexists(os.path.expanduser(first)) or named is not None:
+    if named is not None or _is_there(first):
         return model, sources
     if first in DEMO_NAMES:
         raise InputError(
@@ -141,6 +142,12 @@ def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[
             f"{first}: there is no such file or folder; a model of the Hub is named with --model"
         )
     return model, sources
+
+
+def _is_there(name: str) -> bool:
+    """Whether something of that name can be a source."""
+    path = Path(name).expanduser()
+    return holds_pictures(path) if name in DEMO_NAMES else os.path.lexists(path)
 
 
 @dataclass(frozen=True)

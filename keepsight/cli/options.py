@@ -138,9 +138,25 @@ def model_first(words: list[str], alone: bool) -> tuple[str | None, list[str]]:
     if len(words) + alone < 2:
         return None, words
     first = Path(words[0]).expanduser()
-    demo = words[0] in DEMO_NAMES and not first.exists()
+    demo = words[0] in DEMO_NAMES and not holds_pictures(first)
     is_model = demo or _holds_model(first)
     return (words[0], words[1:]) if is_model else (None, words)
+
+
+# What a folder's name says for itself: one without any of these gives nothing to look at.
+_LOOKED_AT = re.compile(
+    r".*\.(png|jpe?g|gif|webp|bmp|tiff?|ico|hei[cf]|avif|pdf|mp4|m4v|mov|mkv|webm|avi|sight"
+    r"|zip|tar|tgz|gz|bz2|xz|parquet|arrow|feather|csv|tsv|jsonl|txt)",
+    re.IGNORECASE,
+)
+
+
+def holds_pictures(path: Path) -> bool:
+    """Whether a file or folder that is called as a demo model is meant: the clone has a folder
+    `demo`, of scripts, beside which the model would never be found."""
+    if not path.is_dir():
+        return path.exists()
+    return any(_LOOKED_AT.fullmatch(file.name) for file in path.rglob("*"))
 
 
 def _holds_model(folder: Path) -> bool:
