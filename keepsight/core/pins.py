@@ -21,8 +21,8 @@ from keepsight.errors import ImageError, StoreError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.features import Vision
-from keepsight.media.films import shows
 from keepsight.media.medium import Medium, Pictures
+from keepsight.media.video_steps import shows
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt

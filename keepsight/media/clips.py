@@ -31,9 +31,11 @@ def open_clip(clip: object, modality: str, fetched: UrlContents | None = None) -
     if isinstance(clip, Source):
         return clip
     if modality == "video" and isinstance(clip, FILES):
-        film = VideoFile(read_bytes(clip, fetched))
+        video = VideoFile(read_bytes(clip, fetched))
         file = file_label(os.fspath(clip)) if isinstance(clip, str | os.PathLike) else ""
-        return Source(film.name, film.decode, "a video file", [], modality, file=file, film=film)
+        return Source(
+            video.name, video.decode, "a video file", [], modality, file=file, video=video
+        )
     decoded = _video(clip) if modality == "video" else _sound(clip, fetched)
     data, about = decoded
     name = digests.digest(modality, *([data] if modality == "audio" else list(data)), about)

@@ -15,19 +15,19 @@ from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Grid, Record
+from keepsight.media import video_steps
 from keepsight.media.caches import MediaCaches
-from keepsight.media.films import FILM, STEPS, FeatureOrigin, farthest, keys_in, shows, steps_from
-from keepsight.media.medium import FilmStep, Medium, entry_of, medium_in
+from keepsight.media.medium import Medium, VideoStep, entry_of, medium_in
 from keepsight.media.naming import Inspected, Namer
 from keepsight.media.tower import Tower
 from keepsight.models.families import Family, Pixels
-from keepsight.models.families.qwen_vl import films_by_step
+from keepsight.models.families.qwen_vl import videos_by_step
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.models.tower_pieces import TowerParts
 from keepsight.store import About, Store
 
-_FILMS = 8  # films whose step names are remembered
-_COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for films
+_VIDEOS = 8  # videos whose step names are remembered
+_COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for videos
 COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
 
 
@@ -45,14 +45,13 @@ class Vision:
         ttl: float | None = None,
         codec: str = "exact",
     ) -> None:
-        self._codec = codec
+        self._codec, self._accept = codec, accept_features
         self._family, self.namer, self._caches = family, namer, caches
         self.tower = Tower(family, namer, caches, tenant)
-        self._store, self._accept = store, accept_features
-        self._tenant, self._ttl = tenant, ttl
+        self._store, self._tenant, self._ttl = store, tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self.parts = TowerParts()  # of all passes for large pictures
-        self._steps: dict[str, tuple[FilmStep, ...]] = {}  # of recently named films, by feature id
+        self._steps: dict[str, tuple[VideoStep, ...]] = {}  # of recent videos, by feature id
         self._shared = True
 
     @property
@@ -66,8 +65,8 @@ class Vision:
         """Set weights and provenance; called before each use. Features that are not `shared` belong
         to a model that only this process knows, and stay in memory."""
         self.namer.bind(provenance, code)
-        by_step = films_by_step(self._family)
-        self.tower.making = FeatureOrigin(weights, settings, provenance, by_step)
+        by_step = videos_by_step(self._family)
+        self.tower.making = video_steps.FeatureOrigin(weights, settings, provenance, by_step)
         self._shared = shared
 
     # -- naming ----------------------------------------------------------------------------------
@@ -137,27 +136,27 @@ class Vision:
         check_shapes(package, "the package")
         self._family.check_package(package)
         made = named or self._own_or_handed(package)
-        # Only our own films are split: the steps of others are theirs to name.
-        keys = keys_in(package) if made == package.feature_id else []
-        steps = steps_from(keys, package.grid, self.tower.making, package.provenance)
+        # Only our own videos are split: the steps of others are theirs to name.
+        keys = video_steps.keys_in(package) if made == package.feature_id else []
+        steps = video_steps.steps_from(keys, package.grid, self.tower.making, package.provenance)
         what = (package.key, package.identity, made, package.grid, package.layout, package.source)
         return Medium(*what, package, package.modality, steps)
 
     def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
         modality = entry.get("modality", "image")
         what, made = self.tower.making.names(entry["key"], modality)
-        keys = entry.get(STEPS, ())
+        keys = entry.get(video_steps.STEPS, ())
         if self._accept == "any" and self._store is not None:
             made, keys = self._any_made(what, made), ()
         of = (entry["key"], what, made, entry["grid"], tuple(entry["layout"]), entry.get("source"))
         return Medium(*of, recall, modality, self._steps_of(made, keys, entry["grid"]))
 
-    def _steps_of(self, film: str, keys: Sequence[str], grid: Grid) -> tuple[FilmStep, ...]:
-        if keys and film not in self._steps:
-            while len(self._steps) >= _FILMS:
+    def _steps_of(self, video: str, keys: Sequence[str], grid: Grid) -> tuple[VideoStep, ...]:
+        if keys and video not in self._steps:
+            while len(self._steps) >= _VIDEOS:
                 self._steps.pop(next(iter(self._steps)))
-            self._steps[film] = steps_from(keys, grid, self.tower.making)
-        return self._steps[film] if keys else ()
+            self._steps[video] = video_steps.steps_from(keys, grid, self.tower.making)
+        return self._steps[video] if keys else ()
 
     def _any_made(self, what: str, made: str) -> str:
         """Our own features if they exist, otherwise any others in the store."""
@@ -211,7 +210,7 @@ class Vision:
         where = self._tier(medium.feature_id)
         if where != "tower" or not medium.steps:
             return where
-        return farthest({self._tier(step.feature_id) for step in medium.steps})
+        return video_steps.farthest({self._tier(step.feature_id) for step in medium.steps})
 
     def _tier(self, feature_id: str) -> str:
         if self._holds(feature_id):
@@ -220,7 +219,7 @@ class Vision:
         return tier or "tower"
 
     def stored_as(self, medium: Medium) -> list[str]:
-        """The names of a medium's features in a store: those of a film are stored step by step."""
+        """The names of a medium's features in a store: those of a video are stored step by step."""
         return [medium.feature_id, *dict.fromkeys(step.feature_id for step in medium.steps)]
 
     def require(self, media: list[Medium]) -> None:
@@ -257,27 +256,27 @@ class Vision:
             self._keep(package, 1e3 * (time.perf_counter() - start))
             return package, tier
         if medium.steps:
-            return self._film(medium, keep)
+            return self._video(medium, keep)
         package = self.encode_medium(medium, beside)
         self._remember([package], self.tower.milliseconds, keep)
         return package, "tower"
 
-    def _film(self, film: Medium, keep: Callable[[], bool]) -> tuple[Package, str]:
-        """The features of a film from those of its steps; new steps are encoded first."""
+    def _video(self, video: Medium, keep: Callable[[], bool]) -> tuple[Package, str]:
+        """The features of a video from those of its steps; new steps are encoded first."""
         known: dict[str, Package] = {}
-        where = farthest({self._find_step(film, step, known) for step in film.steps})
+        where = video_steps.farthest({self._find_step(video, step, known) for step in video.steps})
         self._counts[_COUNTED.get(where, "disk")] += 1
         if where == "tower":
             start = time.perf_counter()
-            self.require([film])
-            made = self.tower.encode_steps(film, known)
+            self.require([video])
+            made = self.tower.encode_steps(video, known)
             self._note_parts()
             self._remember(made, 1e3 * (time.perf_counter() - start), keep)
-        steps = [known[step.feature_id] for step in film.steps]
-        return self.tower.join(film, steps), where
+        steps = [known[step.feature_id] for step in video.steps]
+        return self.tower.join(video, steps), where
 
-    def _find_step(self, film: Medium, step: FilmStep, known: dict[str, Package]) -> str:
-        name, tokens = step.feature_id, film.tokens // len(film.steps)
+    def _find_step(self, video: Medium, step: VideoStep, known: dict[str, Package]) -> str:
+        name, tokens = step.feature_id, video.tokens // len(video.steps)
         if name in known:
             return "memory"
         package, tier = self._caches.packages.get(self._tenant, name), self._tier(name)
@@ -303,7 +302,7 @@ class Vision:
         """Hand the package to the store, in the caller's chosen codec."""
         kept = package.pack(self._codec)  # unchanged if the codec is exact
         if self._store is not None:
-            shown = dict.fromkeys((kept.key, kept.about.get(FILM, kept.key)))
+            shown = dict.fromkeys((kept.key, kept.about.get(video_steps.VIDEO_KEY, kept.key)))
             about = About(cost=cost, media=tuple(shown), ttl=self._ttl)
             self._store.put("package", kept.feature_id, kept.stored, kept.record(), about)
             self._store.put_note("made", kept.identity, {"feature_id": kept.feature_id}, about)
@@ -330,7 +329,7 @@ class Vision:
     def encode_medium(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
         """The features, computed now and not stored: the caller stores them in another form."""
         if medium.steps:
-            return self._film(medium, lambda: False)[0]
+            return self._video(medium, lambda: False)[0]
         self.require([medium])
         self._counts["encoded"] += 1
         package = self.tower.encode(medium, beside, lambda other: self.where(other) == "tower")
@@ -377,7 +376,7 @@ class Vision:
         """Drop everything in memory about an image, from any making; return the bytes freed."""
         packages, freed = self._caches.packages, 0
         for made, package in packages.items(self._tenant):
-            if shows(package, medium.key, medium.steps):
+            if video_steps.shows(package, medium.key, medium.steps):
                 freed += packages.pop(self._tenant, made)
                 self._caches.given.pop(self._tenant, made)
         self.tower.forget()
@@ -397,4 +396,5 @@ class Vision:
 def _content(package: Package) -> str:
     # The grid too: positions follow it, so the same rows with another grid are another prompt.
     tensors = [[name, package.tensors[name]] for name in sorted(package.tensors)]
-    return digests.digest("content", tensors, package.grid, package.about.get(STEPS, []))
+    steps = package.about.get(video_steps.STEPS, [])
+    return digests.digest("content", tensors, package.grid, steps)

@@ -96,6 +96,6 @@ def _of_one_size(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         if frame.shape != first:
             raise ImageError(
                 f"frame {number} is {frame.shape[1]}x{frame.shape[0]}, those before it are "
-                f"{first[1]}x{first[0]}; the frames of a film have one size"
+                f"{first[1]}x{first[0]}; the frames of a video have one size"
             )
         yield frame

@@ -39,10 +39,10 @@ MEDIA = tuple(PROCESSORS)  # all modalities
 
 
 @dataclass(frozen=True)
-class FilmStep:
-    """One time step of a film whose tower processes steps alone: a medium of its own.
+class VideoStep:
+    """One time step of a video whose tower processes steps alone: a medium of its own.
 
-    `path` names it in a prompt, and also covers the number of the step and the speed of the film.
+    `path` names it in a prompt, and also covers the number of the step and the speed of the video.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Medium:
     source: str | None
     recall: Callable[[], Pixels] | Package  # remakes the pixels, or returns the package
     modality: str = "image"
-    steps: tuple[FilmStep, ...] = ()  # of a film, if features are made step by step
+    steps: tuple[VideoStep, ...] = ()  # of a video, if features are made step by step
 
     @property
     def tokens(self) -> int:

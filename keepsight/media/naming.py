@@ -20,7 +20,7 @@ from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, wit
 from keepsight.media.sources import Source, open_source
 from keepsight.media.video_files import chooser
 from keepsight.models.families import Family, Pixels
-from keepsight.models.families.qwen_vl import films_by_step, steps_of
+from keepsight.models.families.qwen_vl import steps_of, videos_by_step
 from keepsight.store import About, SharedMemoryCache, Store
 
 Entry = Record
@@ -129,7 +129,7 @@ class Namer:
             source = open_clip(image, modality, self._downloads)
         if source.options:
             makers = digests.digest("processing with options", makers, dict(source.options))
-        if source.modality == "video" and films_by_step(self._family):
+        if source.modality == "video" and videos_by_step(self._family):
             makers = digests.digest("with its steps", makers)  # older notes name none
         name = digests.digest("alias", source.name, makers)
         entry = self._alias(name)
@@ -145,8 +145,8 @@ class Namer:
         return Inspected(source, entry, (digest, name), pixels)
 
     def entry_of(self, pixels: Pixels, **more: object) -> Record:
-        """The remembered entry of a medium, with the steps of a film."""
-        if pixels.modality == "video" and films_by_step(self._family):
+        """The remembered entry of a medium, with the steps of a video."""
+        if pixels.modality == "video" and videos_by_step(self._family):
             more["steps"] = [step.key for step in steps_of(self._family, pixels)]
         return entry_of(pixels, **more)
 
@@ -163,10 +163,10 @@ class Namer:
         return self.run_processor(self._decoded(source), source)
 
     def _decoded(self, source: Source) -> Decoded | Clip:
-        """The processor's input; for a film only the frames that it would use."""
-        if source.film is None:
+        """The processor's input; for a video only the frames that it would use."""
+        if source.video is None:
             return source.decode()
-        return source.film.decode(chooser(self._needed_processor()))
+        return source.video.decode(chooser(self._needed_processor()))
 
     def _needed_processor(self) -> Processor:
         if self._processor is None:

@@ -12,7 +12,7 @@ import torch
 
 from keepsight import digests
 from keepsight.errors import TowerRan
-from keepsight.media.films import FeatureOrigin, Tensors
+from keepsight.media.video_steps import FeatureOrigin, Tensors
 from keepsight.models.batch_trial import other_bits, why_not
 from keepsight.models.families import Family, Pixels
 

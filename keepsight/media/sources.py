@@ -57,7 +57,7 @@ class Source:
     modality: str = "image"
     options: tuple[tuple[str, object], ...] = ()  # options of the processor for this image alone
     file: str = ""  # its display name in lists of a store; never used for lookup
-    film: VideoFile | None = None  # for files of which only some frames may be used
+    video: VideoFile | None = None  # for files of which only some frames may be used
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
         """The source digest: decoded pixels and every setting of their preprocessing."""

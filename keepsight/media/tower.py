@@ -1,8 +1,8 @@
 """Runs one medium through the tower: its pixels are kept or made again, its features packed with
 proof.
 
-One medium, or one time step of a film, is one pass, so no other medium and no budget changes a bit.
-Small pictures share one where it is shown that this changes none either (shared_passes.py).
+One medium, or one time step of a video, is one pass, so no other medium and no budget changes a
+bit. Small pictures share one where it is shown that this changes none either (shared_passes.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from keepsight.errors import FileError, ImageError, TowerRan
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.films import FILM, STEPS, FeatureOrigin, Tensors, joined
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
 from keepsight.media.shared_passes import MOST, SharedPasses
+from keepsight.media.video_steps import STEPS, VIDEO_KEY, FeatureOrigin, Tensors, joined
 from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of
@@ -95,11 +95,11 @@ class Tower:
         """Let go of features that nobody asked for."""
         self._ready.clear()
 
-    def encode_steps(self, film: Medium, known: dict[str, Package]) -> list[Package]:
-        """Encode those steps of a film that are not known yet, each in its own pass."""
+    def encode_steps(self, video: Medium, known: dict[str, Package]) -> list[Package]:
+        """Encode those steps of a video that are not known yet, each in its own pass."""
         made = []
-        parts = steps_of(self._family, self._pixels_of(film))
-        for step, pixels in zip(film.steps, parts, strict=True):
+        parts = steps_of(self._family, self._pixels_of(video))
+        for step, pixels in zip(video.steps, parts, strict=True):
             if step.feature_id in known:
                 continue
             if pixels.key != step.key:
@@ -107,14 +107,14 @@ class Tower:
                     "the video has other frames than when it was first read; ask again"
                 )
             package = self.packed(_alone(step.key, pixels, self.making), *self._run(pixels))
-            package.about[FILM] = film.key
+            package.about[VIDEO_KEY] = video.key
             known[step.feature_id] = package
             made.append(package)
         return made
 
-    def join(self, film: Medium, steps: list[Package]) -> Package:
-        """The package of a film, joined from those of its steps."""
-        return self.packed(film, joined([one.tensors for one in steps]), steps[0].container)
+    def join(self, video: Medium, steps: list[Package]) -> Package:
+        """The package of a video, joined from those of its steps."""
+        return self.packed(video, joined([one.tensors for one in steps]), steps[0].container)
 
     def packed(self, medium: Medium, tensors: Tensors, container: str) -> Package:
         """The package of features that were just computed."""
@@ -169,7 +169,7 @@ class Tower:
 
 
 def _alone(key: str, pixels: Pixels, making: FeatureOrigin) -> Medium:
-    """One step of a film as a medium."""
+    """One step of a video as a medium."""
     names = making.names(key, pixels.modality)
     layout, kind = pixels.layout, pixels.modality
     return Medium(key, *names, pixels.grid, layout, None, lambda: pixels, kind)

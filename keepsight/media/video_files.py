@@ -1,6 +1,6 @@
 """Video files: named by their bytes, and decoded only if their frames are needed.
 
-A film of an hour has a hundred thousand frames, and a model sees a few hundred. The checkpoint's
+A video of an hour has a hundred thousand frames, and a model sees a few hundred. The checkpoint's
 own rule chooses them (`sample_frames` of its video processor), and only these are held.
 """
 
@@ -23,7 +23,7 @@ MAX_FRAMES = 100_000
 MAX_DECODED = 4 << 30  # bytes of one decoded video or sound: a small file may hold hours of nothing
 DEFAULT_FPS = 24.0  # frame rate if unknown, as in Transformers
 SAMPLED = "sampled"  # in a clip's metadata: its frames were already chosen
-Choose: TypeAlias = Callable[[Record], Sequence[int]]  # in a film's metadata: its frames
+Choose: TypeAlias = Callable[[Record], Sequence[int]]  # in a video's metadata: its frames
 
 
 class VideoFile:
@@ -34,7 +34,7 @@ class VideoFile:
         self.name = digests.digest("video file", data, optional("av", "video").__version__)
 
     def decode(self, choose: Choose | None = None) -> Clip:
-        """The chosen frames, or all, and what a processor needs to know about the film."""
+        """The chosen frames, or all, and what a processor needs to know about the video."""
         av = optional("av", "video")
         try:
             about = self._about(av)
@@ -69,7 +69,7 @@ class VideoFile:
     def _frames(
         self, av: ModuleType, about: Record, choose: Choose | None
     ) -> tuple[np.ndarray, int]:
-        """The chosen frames, and the number of frames in the film as far as known."""
+        """The chosen frames, and the number of frames in the video as far as known."""
         total = about["total_num_frames"]
         wanted = list(range(total)) if choose is None else [int(one) for one in choose(about)]
         found: dict[int, np.ndarray] = {}
@@ -96,15 +96,15 @@ class VideoFile:
 
 
 def chooser(processor: Processor) -> Choose | None:
-    """A checkpoint's rule for choosing frames of a film; None if it takes all frames."""
+    """A checkpoint's rule for choosing frames of a video; None if it takes all frames."""
     part = getattr(processor, "video_processor", None)
     if part is None or not getattr(part, "do_sample_frames", False):
         return None
     settings = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
 
     def choose(about: Record) -> Sequence[int]:
-        film = SimpleNamespace(**about)  # in Transformers' form
-        chosen: Sequence[int] = part.sample_frames(metadata=film, **settings)
+        video = SimpleNamespace(**about)  # in Transformers' form
+        chosen: Sequence[int] = part.sample_frames(metadata=video, **settings)
         return chosen
 
     return choose

@@ -1,4 +1,4 @@
-"""Conversations that keep their history, are saved, and watch films. May import core and below."""
+"""Conversations that keep their history, are saved, and watch videos. May import core and below."""
 
 from keepsight.session.session import Session
 

@@ -25,7 +25,7 @@ from keepsight.media.medium import MEDIA, Pictures
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
-from keepsight.session.watching import WatchedFilm
+from keepsight.session.watching import WatchedVideo
 
 
 class Session:
@@ -168,12 +168,12 @@ class Session:
         """Encode and prefill a history now, to answer later."""
         prepare(self.runtime, asked, Call.before_decoding({}, self.tenant, "prepare"))
 
-    def watch(self, source: Frames, *, fps: float = 1.0, budget: int = 256) -> WatchedFilm:
+    def watch(self, source: Frames, *, fps: float = 1.0, budget: int = 256) -> WatchedVideo:
         """Watch a video file, a camera (by number) or an iterable of frames, and ask meanwhile.
 
         `fps` is the number of frames used per second; the latest `budget` frames are kept.
         """
-        return WatchedFilm(self, source, fps, budget)
+        return WatchedVideo(self, source, fps, budget)
 
     @property
     def vision(self) -> Vision:

@@ -30,7 +30,7 @@ _LEAST = 8  # least number of frames in a budget
 _STEP = 2  # frames per time step, in all families with videos
 
 
-class WatchedFilm:
+class WatchedVideo:
     """The frames seen of a source so far. Close it, or use it in a `with` statement."""
 
     def __init__(self, session: Session, source: Frames, fps: float, budget: int) -> None:
@@ -42,7 +42,7 @@ class WatchedFilm:
         self.seen = 0  # frames taken from the source, including dropped ones
         self.error: KeepsightError | None = None  # why the source ended early
         self._held: list[np.ndarray] = []
-        self._film = object()  # the video as the conversation holds it, once it was asked about
+        self._video = object()  # the video as the conversation holds it, once it was asked about
         self._state = threading.Condition()
         self._over = self._closed = False
         self._prepared = 0
@@ -54,7 +54,7 @@ class WatchedFilm:
         for thread in self._threads:
             thread.start()
 
-    # -- the film --------------------------------------------------------------------------------
+    # -- the video --------------------------------------------------------------------------------
 
     @property
     def frames(self) -> int:
@@ -128,30 +128,30 @@ class WatchedFilm:
             raise self.error or ImageError(
                 "no frame was seen yet; wait(frames=1) waits for the first"
             )
-        asked, _, film = self._asked(held, question)
+        asked, _, video = self._asked(held, question)
         for piece in self.session.answer(asked, options):
             if piece.usage is not None:
-                self._film = film  # the history holds it now
+                self._video = video  # the history holds it now
             if piece.report is not None and self.error is not None:
-                piece.report.notes.append(f"the film ended early: {self.error}")
+                piece.report.notes.append(f"the video ended early: {self.error}")
             yield piece
 
     def _asked(self, frames: list[np.ndarray], question: str) -> tuple[list[Message], int, object]:
         """The conversation with the current video and a question after it, the place of the
         message with the video, and the video as that message holds it."""
         clip: Record = {"frames": np.stack(frames), "fps": self.fps, "sampled": True}
-        film = self.session.named({"content": [{"type": "video", "video": clip}]})["content"][0]
+        video = self.session.named({"content": [{"type": "video", "video": clip}]})["content"][0]
         messages = self.session.messages
         place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
         asked = [*messages, user_message(question)]
-        parts = [part for part in asked[place]["content"] if part.get("video") is not self._film]
-        asked[place] = dict(asked[place], content=[film, *parts])
-        return asked, place, film["video"]
+        parts = [part for part in asked[place]["content"] if part.get("video") is not self._video]
+        asked[place] = dict(asked[place], content=[video, *parts])
+        return asked, place, video["video"]
 
     def _shows(self, message: Message) -> bool:
         """Whether a message of the conversation holds this video, from an earlier question."""
         parts = message["content"] if isinstance(message["content"], list) else []
-        return any(part.get("video") is self._film for part in parts)
+        return any(part.get("video") is self._video for part in parts)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class WatchedFilm:
             self._closed = self._over = True
             self._state.notify_all()
 
-    def __enter__(self) -> WatchedFilm:
+    def __enter__(self) -> WatchedVideo:
         return self
 
     def __exit__(
@@ -175,4 +175,4 @@ class WatchedFilm:
     def __repr__(self) -> str:
         state = "ended" if self.ended else "running"
         frames = f"{self.frames} of {self.seen} frames held, {self.fps:g} a second"
-        return f"<WatchedFilm {state}; {frames}>"
+        return f"<WatchedVideo {state}; {frames}>"

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
-# Types whose towers are shown (tests/test_films.py) to process each time step of a video alone.
+# Types whose towers process each time step of a video alone, as tests/test_video_steps.py shows.
 _BY_STEP = {
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "cosmos3_omni"),
 }
 
 
-def films_by_step(family: Family) -> bool:
+def videos_by_step(family: Family) -> bool:
     """Whether the tower processes each time step of a video alone."""
     return family.model.config.model_type in _BY_STEP
 
 
 def steps_of(family: Family, pixels: Pixels) -> list[Pixels]:
     """What goes through the tower separately: the medium, or each time step of a video."""
-    if VIDEO[1] not in pixels.tensors or not films_by_step(family):
+    if VIDEO[1] not in pixels.tensors or not videos_by_step(family):
         return [pixels]
     count, height, width = pixels.tensors[VIDEO[1]][0].tolist()
     tokens = height * width // family.merge_size() ** 2

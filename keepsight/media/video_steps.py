@@ -1,9 +1,9 @@
 """Videos whose towers process each time step alone: each step is a medium of its own.
 
-The key of a step does not depend on the film around it, and its package is kept separately in
-memory and in stores. So for a growing film, or a sliding window, the tower runs only for new steps,
-and its memory is that of one step, however long the film is. In a prompt each step has its own name
-too, so nothing before the first new step is computed again.
+The key of a step does not depend on the video around it, and its package is kept separately in
+memory and in stores. So for a growing video, or a sliding window, the tower runs only for new
+steps, and its memory is that of one step, however long the video is. In a prompt each step has its
+own name too, so nothing before the first new step is computed again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from keepsight import digests
 from keepsight.formats.package import Package, feature_id, identity
 from keepsight.kinds import Grid, Record
-from keepsight.media.medium import FilmStep
+from keepsight.media.medium import VideoStep
 
 Tensors = dict[str, torch.Tensor]
-FILM = "film"  # in `about` of a step's package: the key of its film
-STEPS = "steps"  # in `about` of a film's package, and in a film's entry: the keys of its steps
+VIDEO_KEY = "film"  # in `about` of a step's package: the key of its video
+STEPS = "steps"  # in `about` of a video's package, and in a video's entry: the keys of its steps
 _MADE = {"film": "one step a pass"}  # part of the provenance of such features
 _DISTANCE = {"memory": 0, "disk": 1, "remote": 2, "tower": 3}
 _GRID = "video_grid_thw"
@@ -33,7 +33,7 @@ class FeatureOrigin:
     weights: str = ""
     settings: str = ""
     provenance: Record | None = None
-    by_step: bool = False  # whether films go through the tower step by step
+    by_step: bool = False  # whether videos go through the tower step by step
 
     def of(self, modality: str) -> Record:
         """How features of a modality are made."""
@@ -48,27 +48,29 @@ class FeatureOrigin:
 
 def steps_from(
     keys: Sequence[str], grid: Grid, making: FeatureOrigin, provenance: Record | None = None
-) -> tuple[FilmStep, ...]:
-    """The steps of a film by their keys; positions also depend on the rest of its grid."""
+) -> tuple[VideoStep, ...]:
+    """The steps of a video by their keys; positions also depend on the rest of its grid."""
     speed = {name: value for name, value in grid.items() if name != _GRID}
     made = making.of("video") if provenance is None else provenance
     found = []
     for number, key in enumerate(keys):
         what = identity(key, making.weights, making.settings)
         name = feature_id(what, made)
-        found.append(FilmStep(key, what, name, digests.digest("step in time", number, speed, name)))
+        found.append(
+            VideoStep(key, what, name, digests.digest("step in time", number, speed, name))
+        )
     return tuple(found)
 
 
 def keys_in(package: Package) -> list[str]:
-    """The keys of a film's steps, as its package lists them."""
+    """The keys of a video's steps, as its package lists them."""
     keys = package.about.get(STEPS, [])
     fits = isinstance(keys, list) and keys and package.tokens % len(keys) == 0
     return keys if fits and all(isinstance(key, str) for key in keys) else []
 
 
 def joined(steps: Sequence[Tensors]) -> Tensors:
-    """The features of a film, joined from those of its steps."""
+    """The features of a video, joined from those of its steps."""
     return {name: torch.cat([one[name] for one in steps], dim=-2) for name in steps[0]}
 
 
@@ -77,7 +79,7 @@ def farthest(tiers: set[str]) -> str:
     return max(tiers, key=lambda tier: _DISTANCE.get(tier, 2))
 
 
-def shows(package: Package, key: str, steps: Sequence[FilmStep] = ()) -> bool:
+def shows(package: Package, key: str, steps: Sequence[VideoStep] = ()) -> bool:
     """Whether a package is of a medium, or of one of its steps."""
-    about = package.about.get(FILM)
+    about = package.about.get(VIDEO_KEY)
     return key in (package.key, about) or package.key in {step.key for step in steps}

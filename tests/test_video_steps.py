@@ -11,7 +11,7 @@ from test_video import GLM, KINDS, Script, ask, assert_exact
 
 import keepsight as ks
 from keepsight.core.pins import delete_images
-from keepsight.media.films import FeatureOrigin, steps_from
+from keepsight.media.video_steps import FeatureOrigin, steps_from
 from keepsight.models.families.qwen_vl import QwenVL
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
