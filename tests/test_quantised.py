@@ -203,6 +203,24 @@ class Around(torch.Tensor):
         return function(*map(plain, arguments), **(options or {}))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_compressed_layers_that_nothing_unpacks_are_refused(
+    parts: tuple[Any, Any], packed: bool
+) -> None:
+    """As compressed-tensors leaves them on a CPU: no weight at all, or one in eight bits."""
+    model, processor = parts
+    layer = model.get_decoder().layers[1].self_attn.q_proj
+    layer.quantization_scheme = "of another library"
+    if packed:
+        del layer.weight
+        layer.register_buffer("weight_packed", torch.zeros(64, 8, dtype=torch.int32))
+    else:
+        weight = layer.weight.detach().to(torch.float8_e4m3fn)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(UnsupportedModel, match="is quantised, and a trial could not show"):
+        ks.wrap(model, processor)
+
+
 def test_weights_around_other_tensors_are_taken(parts: tuple[Any, Any]) -> None:
     model, processor = parts
     for layer in (model.get_decoder().layers[1].self_attn.q_proj, model.base_model.visual.merger):

@@ -27,6 +27,8 @@ _TOKENS = 8
 _LOUD = 1000.0  # of the loud neighbours: a scale shared with them leaves nothing of others
 _NEAR = 1e-3  # of the largest value; a shared scale changes nearly all of it
 _ROW = 16  # bytes
+# What a layer may raise whose weights lie packed, or in a dtype that it cannot multiply.
+_FAILURES = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -104,16 +106,17 @@ class Quantised:
                 return _ask(self._model, layer)
         except UnsupportedModel:
             raise
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+        except _FAILURES as error:
             first = error
         try:
             with torch.no_grad():
                 off = _ask(self._model, layer)
         except UnsupportedModel:
             raise
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+        except _FAILURES:
             packed = not _is_usual(layer) and not any(True for _ in _held(layer))
-            if not packed and not _has_odd_weights(layer):
+            marked = hasattr(layer, "quantization_scheme")
+            if not packed and not marked and not _has_odd_weights(layer):
                 return 0.0  # some other layer that needs more than tokens
             raise UnsupportedModel(
                 f"{name} ({type(layer).__module__}.{type(layer).__name__}) is quantised, and a "
@@ -180,7 +183,7 @@ def _ask(model: PreTrainedModel, layer: torch.nn.Module) -> float:
     for dtype in dict.fromkeys((model.dtype, *_DTYPES)):
         try:
             one, other = (_first(layer(x.to(device, dtype))) for x in (quiet, loud))
-        except (RuntimeError, NotImplementedError, AssertionError, ValueError) as refusal:
+        except _FAILURES as refusal:
             error = error or refusal
             continue
         if _is_odd(one) and type(one) not in map(type, _held(layer)):
