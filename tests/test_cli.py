@@ -192,9 +192,8 @@ def test_a_line_moves_while_pytorch_is_imported(
         shown.append(name)
         yield
 
-    monkeypatch.setattr(
-        f"keepsight.cli.{'plan' if words[0] == 'plan' else 'app'}.loading_line", line
-    )
+    room = words[0] if words[0] in ("plan", "families") else "app"
+    monkeypatch.setattr(f"keepsight.cli.{room}.loading_line", line)
     monkeypatch.setattr(verify, "certify", lambda *arguments: [])
     run(*words)
     assert shown == ["PyTorch"]
