@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from keepsight.core.joint_prefill import JointPrefill
+from keepsight.core.joint_prefill import SHORT, JointPrefill
 from keepsight.scheduler.intake import Request
 from keepsight.scheduler.policy import had_its_turn, next_of
 
@@ -47,7 +47,9 @@ class JointPasses:
         """The tokens left of a prompt that a joint pass may read; 0 if it goes alone."""
         turn = request.turn
         try:
-            if request.work is None or (request.looked_at != now and turn.out_of_date()):
+            if request.remaining > SHORT:
+                return 0  # without taking a lane for it
+            if request.looked_at != now and turn.out_of_date():
                 return 0
             return self._joint.tokens(turn.start(shared=True))
         except Exception:  # it is raised again where it ends this request only
