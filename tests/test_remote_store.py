@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -25,7 +26,7 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
-from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, ranking
+from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, listing, ranking
 from keepsight.store.address import Breaker
 from keepsight.store.contract import Entry
 from keepsight.store.remote import RemoteStore
@@ -162,7 +163,8 @@ def test_an_absence_is_believed_for_some_seconds_only(
     put(store, 1)
     store.flush()
     assert not other.has("package", KEYS[1])
-    monkeypatch.setattr(other._seen, "_clock", lambda: time.monotonic() + 6)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 6, time=time.time)
+    monkeypatch.setattr(listing, "time", later)
     assert other.has("package", KEYS[1]) and other.get("package", KEYS[1]) is not None
 
 

@@ -96,7 +96,7 @@ def test_each_setting_is_a_flag() -> None:
     command = serve.ServeCommand("serve")
     flags = {one.name for one in command.get_params(typer.Context(command))}
     known = {*ServerConfig.model_fields, *ModelSettings.model_fields} - {"keys"}
-    assert known | {"config", "api_key", "admin_key", "named"} == flags - {"help"}
+    assert known | {"config", "api_key", "admin_key", "named", "as_json"} == flags - {"help"}
 
 
 @pytest.mark.parametrize(
