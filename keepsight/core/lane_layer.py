@@ -78,13 +78,13 @@ class LaneLayer(DynamicLayer):
             return
         wanted = max(end, self.reserved, have + have // 2)
         capacity = -(-wanted // _ROUND) * _ROUND
-        old_k, old_v = self.room_k, self.room_v
-        self.room_k = like_k.new_zeros(*like_k.shape[:2], capacity, like_k.shape[-1])
-        self.room_v = like_v.new_zeros(*like_v.shape[:2], capacity, like_v.shape[-1])
+        new_k = like_k.new_zeros(*like_k.shape[:2], capacity, like_k.shape[-1])
+        new_v = like_v.new_zeros(*like_v.shape[:2], capacity, like_v.shape[-1])
+        if self.length and self.room_k is not None and self.room_v is not None:
+            new_k[:, :, : self.length] = self.room_k[:, :, : self.length]
+            new_v[:, :, : self.length] = self.room_v[:, :, : self.length]
+        self.room_k, self.room_v = new_k, new_v  # both or none, where memory does not suffice
         self._written, self._clean = self.length, 0
-        if self.length and old_k is not None and old_v is not None:
-            self.room_k[:, :, : self.length] = old_k[:, :, : self.length]
-            self.room_v[:, :, : self.length] = old_v[:, :, : self.length]
 
     def _make_anew(self, room: torch.Tensor, like: torch.Tensor) -> None:
         """Drop buffers of another dtype or device; they must be empty."""
