@@ -11,6 +11,7 @@ import io
 import os
 from collections.abc import Sequence
 from difflib import get_close_matches
+from numbers import Real
 
 import numpy as np
 import torch
@@ -68,8 +69,7 @@ def _video(clip: object) -> Clip:
 
 def is_rate(given: object, limit: float) -> bool:
     """Whether something is a positive number below a limit."""
-    number = isinstance(given, int | float | np.integer | np.floating)
-    return number and not isinstance(given, bool) and bool(0 < given < limit)  # type: ignore[operator]
+    return isinstance(given, Real) and not isinstance(given, bool) and 0 < float(given) < limit
 
 
 def _rate(given: object, what: str, limit: float) -> float:
