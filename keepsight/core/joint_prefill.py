@@ -8,6 +8,7 @@ bit is tried once for each model and its kernels.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from keepsight.models.no_gradients import quiet
 logger = logging.getLogger(__name__)
 
 SHORT = 96  # tokens left of a prompt; a longer pass uses the processor well by itself
+_PAUSE = 60.0  # seconds without joint passes after one failed
 _TRIED = ((40, 57), (7, 19), (21, 22))  # tokens before and after the joint pass of a trial
 
 
@@ -32,6 +34,7 @@ class JointPrefill:
     def __init__(self, model: PreTrainedModel, family: Family, engine: Engine) -> None:
         self._model, self._family, self._engine = model, family, engine
         self._scratch = ScratchRuns(model, family, engine)
+        self._paused_until = 0.0
 
     def tokens(self, run: Run) -> int:
         """How many tokens are left of a prompt, if a joint pass may read them; otherwise 0. The
@@ -40,7 +43,7 @@ class JointPrefill:
         count, end = len(prompt) - start, len(prompt)
         if kernels is None or kernels is not self._engine.kernels or kernels.in_graphs:
             return 0
-        if not 0 < count <= SHORT or prompt.clip(start, end) or self._engine.shape.has_states:
+        if not 0 < count <= SHORT or prompt.clip(start, end) or not self._may_join:
             return 0
         more = (
             self._family.chunk_inputs(prompt.ids, prompt.types, start, end),
@@ -59,8 +62,7 @@ class JointPrefill:
             logger.warning("prompts are read apart, a joint pass failed: %s", error)
             for run, start in zip(runs, starts, strict=True):
                 run.lane.rewind(start)
-                if run.kernels is not None:
-                    run.kernels.joins = False
+            self._paused_until = time.monotonic() + _PAUSE
             return False
         for row, (run, start) in enumerate(zip(runs, starts, strict=True)):
             run.logits = logits[row : row + 1].clone()
@@ -75,8 +77,13 @@ class JointPrefill:
     def warm_up(self) -> None:
         """Make the trial before anyone waits for it."""
         kernels = self._engine.kernels
-        if kernels is not None and not kernels.in_graphs and not self._engine.shape.has_states:
+        if kernels is not None and not kernels.in_graphs and self._may_join:
             self.is_exact(kernels)
+
+    @property
+    def _may_join(self) -> bool:
+        paused = time.monotonic() < self._paused_until
+        return self._family.decodes_together and not self._engine.shape.has_states and not paused
 
     def is_exact(self, kernels: Kernels) -> bool:
         """Whether a joint pass gives each prompt the bits that it has alone; tried once."""

@@ -28,7 +28,7 @@ class JointPasses:
         counts: list[int] = []
         for request in sorted(prefilling, key=lambda one: (one is not chosen, one.number)):
             tokens = self._tokens(request, now)
-            if not tokens and request is chosen:
+            if tokens is None or (not tokens and request is chosen):
                 return [chosen]
             run = request.turn.run if tokens else None
             if run is None:
@@ -43,14 +43,18 @@ class JointPasses:
                 starts.add(begin)
         return found
 
-    def _tokens(self, request: Request, now: int) -> int:
-        """The tokens left of a prompt that a joint pass may read; 0 if it goes alone."""
+    def _tokens(self, request: Request, now: int) -> int | None:
+        """The tokens left of a prompt that a joint pass may read; 0 if it goes alone, and None if
+        the model changed: then nobody joins, and each is looked at again in its turn."""
         turn = request.turn
         try:
             if request.remaining > SHORT:
                 return 0  # without taking a lane for it
             if request.looked_at != now and turn.out_of_date():
-                return 0
+                return None
+            if not turn.begun:
+                waited = 1e3 * (time.perf_counter() - request.ready)
+                turn.milliseconds.setdefault("queued", waited)
             return self._joint.tokens(turn.start(shared=True))
         except Exception:  # it is raised again where it ends this request only
             return 0
@@ -67,7 +71,6 @@ class JointPasses:
         waiting = [other for other in others if other not in group]
         for request, count in zip(group, counts, strict=True):
             stages = request.turn.milliseconds
-            stages.setdefault("queued", 1e3 * (begun - request.ready))
             stages["prefill"] += spent  # all of them waited for all of it
             had_its_turn(request, waiting, count)
         return {r: spent * n / sum(counts) for r, n in zip(group, counts, strict=True)}

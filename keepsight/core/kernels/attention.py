@@ -70,6 +70,10 @@ class LaneBuffers(Protocol):
     def first_seen_by(self, place: int) -> int | None:
         """The first key that the token at a place sees, or None if it sees all."""
 
+    @property
+    def sight(self) -> tuple[int, bool]:
+        """Layers with equal values need the same mask."""
+
 
 @dataclass(frozen=True, eq=False)
 class _BufferedKeys:
@@ -161,6 +165,7 @@ class Attention:
     def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
         self._query_rows, self._doubts = query_rows, doubts
         self._held: dict[int, _BufferedKeys] = {}
+        self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
     def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
@@ -192,11 +197,24 @@ class Attention:
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
             several = lane is not None and (count > 1 or lane.first_seen_by(0) is not None)
             if lane is not None and several:  # the mask given is that of the longest lane
-                own = _seen_in(lane, length, count)
+                own = self._seen_in(lane, length, count)
             sees_all = own is None and not causal and count > 1 and not several
             one = query[row : row + 1]
             rows.append(self._row(one, keys, values, length, own, sees_all, scale, filling))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _seen_in(self, lane: LaneBuffers, length: int, count: int) -> torch.Tensor | None:
+        """What the last tokens of a lane see, where it is not all before them."""
+        name = (lane.sight, length, count)
+        if name not in self._seen:
+            places, own = torch.arange(length), range(length - count, length)
+            firsts = [lane.first_seen_by(place) for place in own]
+            seen = None
+            if None not in firsts:
+                first, last = torch.tensor(firsts)[:, None], torch.tensor(own)[:, None]
+                seen = ((places >= first) & (places <= last))[None, None]
+            self._seen[name] = seen
+        return self._seen[name]
 
     def _rooms(
         self, key: torch.Tensor, value: torch.Tensor
@@ -291,16 +309,6 @@ def _make_mask(
     if missing := -len(values) % step:
         values = functional.pad(values, (0, 0, 0, missing))
     return _Mask(given, values[None, None], begin, end)
-
-
-def _seen_in(lane: LaneBuffers, length: int, count: int) -> torch.Tensor | None:
-    """What the last tokens of a lane see, where it is not all before them."""
-    places, own = torch.arange(length), range(length - count, length)
-    firsts = [lane.first_seen_by(place) for place in own]
-    if None in firsts:
-        return None
-    first = torch.tensor(firsts)[:, None]
-    return ((places >= first) & (places <= torch.tensor(own)[:, None]))[None, None]
 
 
 def _numeric_mask(
