@@ -7,7 +7,9 @@ from where, or that it was computed, and why (law 6: no silent miss).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from keepsight.errors import InputError
@@ -204,3 +206,14 @@ class Piece:
     def __repr__(self) -> str:
         last = f", the last: {self.usage.summary}" if self.usage else ""
         return f"<Piece {self.text!r}{last}>"
+
+
+@contextmanager
+def stage(milliseconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time of a block to one stage of a report."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        spent = 1e3 * (time.perf_counter() - start)
+        milliseconds[name] = milliseconds.get(name, 0.0) + spent

@@ -13,6 +13,7 @@ import keepsight as ks
 from keepsight.core.graph_trial import equal, states_of
 from keepsight.core.joint_prefill import SHORT
 from keepsight.core.lane_batch import LaneBatch
+from keepsight.core.lane_layer import LaneLayer
 from keepsight.core.turn import Turn
 from keepsight.scheduler import Together
 
@@ -155,8 +156,9 @@ def test_other_bits_together_are_seen_and_nothing_is_joined(
         assert together.stats()["joint"] == 0 and vlm.runtime.engine.kernels.joins is False
 
 
+@pytest.mark.parametrize("back", ["before decoding", "at the end"])
 def test_what_other_weights_computed_is_not_remembered_for_these(
-    monkeypatch: pytest.MonkeyPatch,
+    back: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that change under a joint pass and change back."""
     model, processor = build("qwen3_vl")
@@ -168,7 +170,14 @@ def test_what_other_weights_computed_is_not_remembered_for_these(
             with torch.no_grad():
                 weight.mul_(1.5)
         changes.append(len(batch.runs))
-        return whole(batch)
+        found = whole(batch)
+        if back == "before decoding":  # no look at the weights in between
+            restore()
+        return found
+
+    def restore() -> None:
+        with torch.no_grad():
+            weight.copy_(before)
 
     with ks.wrap(model, processor) as vlm:
         wanted = [states(vlm, chat) for chat in asked()]
@@ -179,10 +188,30 @@ def test_what_other_weights_computed_is_not_remembered_for_these(
             monkeypatch.setattr(LaneBatch, "prefill", changed)
             ask(together, asked())
             assert changes
-            with torch.no_grad():
-                weight.copy_(before)
+            restore()
             for chat, its in zip(asked(), wanted, strict=True):
                 assert equal(states(vlm, chat), its)
     finally:
-        with torch.no_grad():
-            weight.copy_(before)
+        restore()
+
+
+def test_a_lane_that_cannot_grow_keeps_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that suffices for the keys of more tokens, but not for their values."""
+    layer, some = LaneLayer(), torch.ones(1, 2, 5, 4)
+    layer.append(some, some)
+    made: list[int] = []
+    zeros = torch.Tensor.new_zeros
+
+    def scarce(like: torch.Tensor, *size: int) -> torch.Tensor:
+        made.append(1)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("too much")
+        return zeros(like, *size)
+
+    more = torch.ones(1, 2, 600, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", scarce)
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.append(more, more)
+    layer.append(more, more)
+    assert layer.length == 605 and bool(layer.keys.all()) and bool(layer.values.all())

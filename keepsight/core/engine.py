@@ -175,7 +175,13 @@ class Engine:
     @quietly
     def go_on(self, run: Run, match: Match) -> None:
         """Restore what the (held) match remembers beyond the run's end, instead of computing it."""
-        restore(run.lane, match, run.lane.length)
+        start = run.lane.length
+        try:
+            restore(run.lane, match, start)
+        except BaseException:
+            run.lane.rewind(start)
+            self._prefixes.release(match.node)
+            raise
         if match.base is not match.node:
             self._prefixes.hold(match.base)
             self._prefixes.release(match.node)
@@ -284,9 +290,7 @@ class Engine:
 
     def step(self, run: Run, token: int) -> torch.Tensor:
         """Run one decoded token through the model; return the logits after it."""
-        if run.drafts is not None:
-            return run.drafts.step(token)
-        return self.forward(run, [token])
+        return run.drafts.step(token) if run.drafts is not None else self.forward(run, [token])
 
     @quietly
     def forward(self, run: Run, tokens: list[int]) -> torch.Tensor:
@@ -321,7 +325,8 @@ class Engine:
     @quietly
     def keep_decoded(self, run: Run, prompt: Prompt, answer: list[int]) -> None:
         """Remember the lane with its decoded tokens."""
-        if self._prefixes.is_forgotten(run.node, prompt, run.since):
+        empty = not answer and not run.computed  # the tree has all of it
+        if run.changed or empty or self._prefixes.is_forgotten(run.node, prompt, run.since):
             return
         if run.drafts is not None:
             self.answers.add(run.drafts.tenant, run.prompt, answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from keepsight.kinds import Options
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import RUN, Prompt
-from keepsight.report import Report, Usage
+from keepsight.report import Report, Usage, stage
 
 
 class Turn:
@@ -54,6 +54,7 @@ class Turn:
         self._run: Run | None = None
         self._tally = DraftCounts()
         self._first: float | None = None
+        self._changes = 0  # of the model, when the turn began
         self._reached: Node | None = None
         self._waiting: Node | None = None  # held for the match until a run takes it over
 
@@ -130,6 +131,7 @@ class Turn:
         self._sources, self._notes, self._others = {}, {}, set()  # drop earlier results
         with self._stage("check"):
             self.namespace = self._runtime.refresh(self._exact, self._tenant)
+            self._changes = self._runtime.weights.changes
         self.rule, self._kernels = self._runtime.rule, self._runtime.finding.kernels
         if not self.rule.any_cut:
             self._kernels = None
@@ -219,8 +221,9 @@ class Turn:
         return self.run
 
     def out_of_date(self) -> bool:
-        """Whether weights or settings changed since the turn began."""
-        return self._runtime.refresh(self._exact, self._tenant) != self.namespace
+        """Whether weights or settings changed since the turn began, also if they changed back."""
+        now = self._runtime.refresh(self._exact, self._tenant)
+        return now != self.namespace or self._runtime.weights.changes != self._changes
 
     @property
     def done_tokens(self) -> int:
@@ -276,8 +279,9 @@ class Turn:
     def _catch_up(self, run: Run) -> bool:
         """Whether another turn got further on this path meanwhile; if so, continue from there."""
         tree, start = self._runtime.prefixes, run.lane.length
-        match = self._deepest()
-        begun = run.node.parent is not None
+        match, begun = self._deepest(), run.node.parent is not None
+        if match.whole and match.logits is None:
+            match = match.but_the_last(self.prompt)
         if match.length <= start or (begun and run.node not in match.base.chain()):
             return False
         tree.hold(match.node)
@@ -327,7 +331,7 @@ class Turn:
         if not (self._loose or self.rule.any_cut) or run is None:
             return
         with self._lock:
-            if self.out_of_date():  # other weights decoded part of it
+            if run.changed or self.out_of_date():  # other weights computed part of it
                 return
             run.settle()
             length = max(0, run.lane.length - len(self.prompt))
@@ -389,11 +393,5 @@ class Turn:
         )
         return Origin(where, elsewhere)
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = 1e3 * (time.perf_counter() - start)
-            self.milliseconds[name] = self.milliseconds.get(name, 0.0) + spent
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return stage(self.milliseconds, name)

@@ -51,6 +51,7 @@ class Weights:
         self.tensors = self.vision_tensors = ""  # the values of the weights alone
         self.dtype = self.vision_dtype = ""
         self.is_private = self.vision_is_private = False  # whether other processes must not use it
+        self.changes = 0  # how often a change was seen, also one that was taken back
         self.rows: list[Row] = []  # differences from its configuration
         self.on_forget: Callable[[Iterable[torch.Tensor]], None] = _nothing
 
@@ -62,8 +63,10 @@ class Weights:
         moved: set[Owner] = {""}  # pending changes are unknown
         if self._watch is not None:
             moved = self._watch.moved() | self._restless
-            if not moved and not self._code.moved():
+            code_moved = self._code.moved()
+            if not moved and not code_moved:
                 return False
+            self.changes += code_moved or bool(moved - self._restless)
         if settle(self._model) and self._watch is not None:
             moved |= self._watch.moved()
         self._watch = None  # until everything is described
