@@ -51,7 +51,7 @@ class Weights:
         self.tensors = self.vision_tensors = ""  # the values of the weights alone
         self.dtype = self.vision_dtype = ""
         self.is_private = self.vision_is_private = False  # whether other processes must not use it
-        self.changes = 0  # how often a change was seen, also one that was taken back
+        self.changes = 0  # how often tensors were seen changed, also if they were changed back
         self.rows: list[Row] = []  # differences from its configuration
         self.on_forget: Callable[[Iterable[torch.Tensor]], None] = _nothing
 
@@ -63,10 +63,9 @@ class Weights:
         moved: set[Owner] = {""}  # pending changes are unknown
         if self._watch is not None:
             moved = self._watch.moved() | self._restless
-            code_moved = self._code.moved()
-            if not moved and not code_moved:
+            if not moved and not self._code.moved():
                 return False
-            self.changes += code_moved or bool(moved - self._restless)
+            self.changes += bool(self._watch.moved_tensors - self._restless)
         if settle(self._model) and self._watch is not None:
             moved |= self._watch.moved()
         self._watch = None  # until everything is described

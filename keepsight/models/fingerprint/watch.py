@@ -96,6 +96,7 @@ class Watch:
         self._tensors: dict[int, tuple[torch.Tensor, Stamp, set[Owner]]] = {}
         self._functions: dict[int, tuple[FunctionType, list[object], set[Owner]]] = {}
         self._kept: list[object] = []
+        self.moved_tensors: set[Owner] = set()  # owners of tensors that were changed
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -188,7 +189,9 @@ class Watch:
         found: set[Owner] = set()
         for owners in self._changes():
             found |= owners
-        return found
+        for owners in self._changed_tensors():
+            self.moved_tensors |= owners
+        return found | self.moved_tensors
 
     def unchanged(self) -> bool:
         """Compare everything; used right after collecting."""
@@ -209,7 +212,6 @@ class Watch:
             now = read()
             if len(now) != len(then) or not all(map(same, now, then)):
                 yield {owner}
-        yield from self._changed_tensors()
 
     def _changed_functions(self) -> Iterator[set[Owner]]:
         found = self._function_words
