@@ -7,6 +7,7 @@ through the real video processors.
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from models import build, picture
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
-from keepsight.media.clips import open_clip
+from keepsight.media.clips import is_rate, open_clip
 
 START, END, IMAGE, VIDEO = 3, 4, 6, 7
 GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")  # videos are written with image placeholders
@@ -231,3 +232,10 @@ def test_a_package_of_another_modality_is_refused_by_name() -> None:
         pack = dataclasses.replace(vlm.encode(picture(1)), modality="smell")
         with pytest.raises(ImageError, match="smell"):
             vlm.ask(pack, "What is it?")
+
+
+def test_a_rate_may_be_any_real_number() -> None:
+    """A fraction is what PyAV calls the rate of a stream."""
+    assert is_rate(Fraction(30000, 1001), 100) and is_rate(np.float32(2.5), 100)
+    for wrong in (Fraction(0), Fraction(-1, 2), True, "2", [2], float("nan"), 100):
+        assert not is_rate(wrong, 100)
