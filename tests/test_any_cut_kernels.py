@@ -359,13 +359,17 @@ def test_inputs_are_watched_while_a_model_is_tried(monkeypatch: Any) -> None:
 
 
 @pytest.mark.tries_anew
-def test_the_kernel_is_the_first_that_takes_any_number_of_rows(monkeypatch: Any) -> None:
+def test_the_kernel_is_the_one_that_pads_rows_least(monkeypatch: Any) -> None:
     rules: dict[str, Rows | None] = {"slow": Rows(4, 4), "good": Rows(), "never asked": Rows()}
     where = "keepsight.core.kernels.packing"
     monkeypatch.setattr(f"{where}.kernels_for", lambda dtype: list(rules))
     monkeypatch.setattr(f"{where}.rows_of", lambda shape: rules[shape[-1]])
     packing, layer = Packing(wanted=True), torch.nn.Linear(64, 48)
     assert packing.kernel_of((layer,)) == "good" and len(packing.rules) == 2
+    packing.rules.clear()
+    rules["good"] = Rows(least=2)
+    rules["never asked"] = Rows(least=4)
+    assert packing.kernel_of((layer,)) == "good"
     packing.rules.clear()
     rules["good"] = None
     rules["never asked"] = None

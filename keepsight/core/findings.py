@@ -25,6 +25,7 @@ from keepsight.kinds import Record
 from keepsight.store.contract import Store
 
 _KIND = "kernels"
+_FORMAT = 2  # 1 chose kernels for packed weights by another rule
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 # Facts that Linux reports about a processor and that do not change while it runs.
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
@@ -85,7 +86,7 @@ def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> N
 
 
 def _key(name: str) -> str:
-    return digests.digest(_KIND, machine(), name)
+    return digests.digest(_KIND, _FORMAT, machine(), name)
 
 
 def _lines(rules: Rules) -> list[list[object]]:

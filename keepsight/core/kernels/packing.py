@@ -89,7 +89,7 @@ class Packing:
 
     def kernel_of(self, group: Group) -> str:
         """The kernel to pack these layers for: the first that takes any number of rows, else the
-        first that gives equal bits for some; empty if none does."""
+        one that pads them least; empty if none gives equal bits."""
         weights = [layer.weight for layer in group]
         if any(type(w) is not torch.nn.Parameter or w.device.type != "cpu" for w in weights):
             return ""
@@ -108,7 +108,7 @@ class Packing:
                 found[kernel] = rule
             if rule == Rows():
                 return kernel
-        return next(iter(found), "")
+        return min(found, key=lambda kernel: (found[kernel].step, found[kernel].least), default="")
 
 
 def groups_in(module: torch.nn.Module) -> Iterator[Group]:
