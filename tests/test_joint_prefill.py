@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight.core import engine
 from keepsight.core.graph_trial import equal, states_of
 from keepsight.core.joint_prefill import SHORT
 from keepsight.core.lane_batch import LaneBatch
 from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.lanes import restore
 from keepsight.core.turn import Turn
+from keepsight.prefix.match import Match
 from keepsight.scheduler import Together
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -154,6 +158,93 @@ def test_other_bits_together_are_seen_and_nothing_is_joined(
         ask(together, known())
         assert [reply.tokens for reply in ask(together, asked())] == wanted
         assert together.stats()["joint"] == 0 and vlm.runtime.engine.kernels.joins is False
+
+
+def test_after_a_failed_pass_they_are_read_apart_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        vlm.runtime.warm_up()  # the trial
+        ask(together, known())
+        with monkeypatch.context() as patch:
+            patch.setattr(LaneBatch, "prefill", None)
+            ask(together, asked())
+        later = [[*chat[:2], turn("What else?")] for chat in asked()]
+        ask(together, later)
+        assert together.stats()["joint"] == 0
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+        ask(together, [[*chat[:2], turn("What now?")] for chat in asked()])
+        assert together.stats()["joint"] > 0
+
+
+def test_prompts_that_are_known_whole_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed for them, so none waits for a decode step of the one before it."""
+    monkeypatch.setattr("keepsight.scheduler.scheduler.WITHOUT_PASSES", 60.0)
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        wanted = [reply.tokens for reply in ask(together, asked())]
+        before = together.stats()
+        assert [reply.tokens for reply in ask(together, asked())] == wanted
+        now = together.stats()
+        assert now["chunks"] == before["chunks"] and now["joint"] == before["joint"]
+        # The scheduler may have begun with the first before it saw the others.
+        assert now["steps"] - before["steps"] <= max(map(len, wanted))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_whole_prompt_is_taken_over(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another turn computed all of it meanwhile; one token is computed if its logits are lost."""
+    chat = asked()[0]
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        wanted = states(vlm, chat)
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        late = Turn(vlm.runtime, partial(vlm.render, chat), dict(GREEDY))
+        late.begin()
+        states(vlm, chat)
+        before = vlm.runtime.engine.prefill_tokens
+        if lost:
+            monkeypatch.setattr(Match, "logits", property(lambda match: None))
+        else:  # they lie elsewhere until they are loaded
+            load, loaded = vlm.runtime.prefixes.load, list[int]()
+            logits = Match.logits
+            monkeypatch.setattr(
+                vlm.runtime.prefixes, "load", lambda *given: loaded.append(1) or load(*given)
+            )
+            monkeypatch.setattr(
+                Match, "logits", property(lambda match: logits.fget(match) if loaded else None)
+            )
+        list(late.work(shared=True))
+        found = [*states_of(late.run.lane), late.run.last_logits().clone()]
+        assert equal(found, wanted)
+        assert vlm.runtime.engine.prefill_tokens - before == int(lost)
+        late.finish()
+        assert vlm.runtime.tree.held_bytes() == 0
+
+
+def test_a_take_over_that_fails_releases_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = asked()[0]
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        wanted = states(vlm, chat)
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        late = Turn(vlm.runtime, partial(vlm.render, chat), dict(GREEDY))
+        late.begin()
+        states(vlm, chat)
+        late.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "restore", broken_restore)
+            with pytest.raises(torch.OutOfMemoryError):
+                late.start(shared=True)
+        list(late.work(shared=True))
+        assert equal([*states_of(late.run.lane), late.run.last_logits().clone()], wanted)
+        late.finish()
+        assert vlm.runtime.tree.held_bytes() == 0
+        vlm.runtime.tree.check()
+
+
+def broken_restore(lane: Any, match: Match, start: int) -> None:
+    """Memory that ends half way."""
+    restore(lane, match, start)
+    raise torch.OutOfMemoryError("too much")
 
 
 @pytest.mark.parametrize("back", ["before decoding", "at the end"])

@@ -70,10 +70,6 @@ class JointPrefill:
             self._engine.prefill_tokens += run.lane.length - start
         return True
 
-    def remember(self, run: Run, ends: Sequence[int], cost: float) -> None:
-        """Remember the snapshots of a joint pass, which took this prompt so many milliseconds."""
-        self._engine.remember(run, ends, run.logits, cost)
-
     def warm_up(self) -> None:
         """Make the trial before anyone waits for it."""
         kernels = self._engine.kernels

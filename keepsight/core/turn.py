@@ -280,19 +280,20 @@ class Turn:
         """Whether another turn got further on this path meanwhile; if so, continue from there."""
         tree, start = self._runtime.prefixes, run.lane.length
         match, begun = self._deepest(), run.node.parent is not None
-        if match.whole and match.logits is None:
-            match = match.but_the_last(self.prompt)
-        if match.length <= start or (begun and run.node not in match.base.chain()):
-            return False
-        tree.hold(match.node)
-        with self._stage("load"):
-            if not tree.load(match.node, self.prompt):
-                tree.release(match.node)
+        while match.length > start and not (begun and run.node not in match.base.chain()):
+            tree.hold(match.node)
+            with self._stage("load"):
+                loaded = tree.load(match.node, self.prompt)
+            if loaded and not (match.whole and match.logits is None):
+                with self._stage("restore"):
+                    self._runtime.engine.go_on(run, match)
+                self.found.taken_over.append((start, match))
+                return True
+            tree.release(match.node)
+            if not loaded:
                 return False
-        with self._stage("restore"):
-            self._runtime.engine.go_on(run, match)
-        self.found.taken_over.append((start, match))
-        return True
+            match = match.but_the_last(self.prompt)  # its logits are lost
+        return False
 
     def _fetch(self, medium: int) -> Package:
         shown = self.prompt.media[medium]

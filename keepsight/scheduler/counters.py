@@ -23,6 +23,11 @@ class Counts:
         self._recent: deque[tuple[float, int]] = deque()
         self._seconds = 1.0  # seconds per request, averaged with more weight on the latest
 
+    @property
+    def passes(self) -> int:
+        """Passes of the tower and of prefill."""
+        return self.chunks + self.joint + self.towers
+
     def took(self, tokens: int) -> None:
         """Count tokens that were handed out in one step."""
         now = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from keepsight.core.engine import Engine
 from keepsight.core.joint_prefill import SHORT, JointPrefill
 from keepsight.scheduler.intake import Request
 from keepsight.scheduler.policy import had_its_turn, next_of
@@ -18,8 +19,8 @@ _PADDED = 1.5  # rows of a joint pass for each token
 class JointPasses:
     """The joint passes of one scheduler, of at most so many rows each."""
 
-    def __init__(self, joint: JointPrefill, rows: int) -> None:
-        self._joint, self._rows = joint, rows
+    def __init__(self, joint: JointPrefill, engine: Engine, rows: int) -> None:
+        self._joint, self._engine, self._rows = joint, engine, rows
 
     def group(self, prefilling: Sequence[Request], now: int) -> list[Request]:
         """The request whose turn it is, and others that are as short. `now`: the current round. The
@@ -27,6 +28,8 @@ class JointPasses:
         chosen, found, starts = next_of(prefilling), list[Request](), set[tuple[int, int]]()
         counts: list[int] = []
         for request in sorted(prefilling, key=lambda one: (one is not chosen, one.number)):
+            if max(counts, default=0) * (len(counts) + 1) > self._rows:
+                break  # nobody else fits: do not look at the rest
             tokens = self._tokens(request, now)
             if tokens is None or (not tokens and request is chosen):
                 return [chosen]
@@ -76,8 +79,9 @@ class JointPasses:
         return {r: spent * n / sum(counts) for r, n in zip(group, counts, strict=True)}
 
     def remember(self, request: Request, cost: float) -> None:
-        """Remember what a joint pass computed, unless the model changed meanwhile."""
-        turn = request.turn
-        turn.run.changed |= turn.out_of_date()
-        if not turn.run.changed:
-            self._joint.remember(turn.run, turn.ends, cost)
+        """Remember what a joint pass computed, unless the model changed meanwhile. It took this
+        prompt so many milliseconds."""
+        run, turn = request.turn.run, request.turn
+        run.changed |= turn.out_of_date()
+        if not run.changed:
+            self._engine.remember(run, turn.ends, run.logits, cost)

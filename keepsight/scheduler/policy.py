@@ -79,6 +79,7 @@ class SequenceSizes:
 
 
 PREFILL_PIECE = 512  # prompt tokens between two decode steps of others
+WITHOUT_PASSES = 0.02  # seconds between two of them for prompts that need no pass
 
 
 def check_bounds(

@@ -31,6 +31,17 @@ class RequestQueue:
         """Those that have begun."""
         return [*self.prefilling, *self.running.values()]
 
+    def stats(self, inside: int) -> dict[str, int]:
+        """The number in each state, of so many that were accepted."""
+        prefilling, running = len(self.prefilling), len(self.running)
+        waiting = inside - prefilling - running
+        return {
+            "in_flight": inside,
+            "waiting": waiting,
+            "prefilling": prefilling,
+            "running": running,
+        }
+
     def came(self, requests: list[Request]) -> None:
         """Add requests that arrived."""
         self.waiting += requests

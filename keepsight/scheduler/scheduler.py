@@ -18,7 +18,6 @@ from functools import partial
 import torch
 
 from keepsight.core.call import Call
-from keepsight.core.engine import Run
 from keepsight.errors import Closed, InputError
 from keepsight.kinds import Message, Record
 from keepsight.report import Piece, Report
@@ -29,6 +28,7 @@ from keepsight.scheduler.intake import Follow, Intake, Request
 from keepsight.scheduler.joint import JointPasses
 from keepsight.scheduler.policy import (
     PREFILL_PIECE,
+    WITHOUT_PASSES,
     SequenceSizes,
     check_bounds,
     had_its_turn,
@@ -84,7 +84,7 @@ class Together:
         self.counts = Counts()
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
         self._admission = Admission(max_running + max_waiting)
-        self._joint = JointPasses(vlm.runtime.joint, prefill_piece)
+        self._joint = JointPasses(vlm.runtime.joint, vlm.runtime.engine, prefill_piece)
         self._line = RequestQueue(self._sizes, self._decoding, max_running, self._budget)
         self._guests = SideJobs(self._line.shares, self._admission)
         self.beside = self._guests.turn  # other work with the model, from any thread
@@ -140,12 +140,8 @@ class Together:
 
     def stats(self) -> Record:
         """The number of requests in each state, and what was done so far."""
-        inside = self._admission.in_flight
         return {
-            "in_flight": inside,
-            "waiting": inside - len(self._line.prefilling) - len(self._line.running),
-            "prefilling": len(self._line.prefilling),
-            "running": len(self._line.running),
+            **self._line.stats(self._admission.in_flight),
             "budget": self._budget,
             **self._decoding.stats(),
             **self.counts.stats(),
@@ -197,7 +193,6 @@ class Together:
     def _take_place(self, account: str) -> None:
         if not self._thread.is_alive():
             raise closed()
-
         wait = partial(self.counts.refuse, self.max_waiting, self.max_running)
         self._admission.take_place(wait, self, account)
 
@@ -238,9 +233,7 @@ class Together:
                 if request.ticket.cancelled:
                     self._end(request, outcome="cancelled")
         self._admit()
-        held = self._line.held_back()
-        if prefilling := [one for one in self._line.prefilling if one not in held]:
-            self._prefill_next(prefilling)
+        self._prefill_some(self._line.held_back())
         if self._line.running:
             with self._vlm.runtime.lock:
                 self._step(self._line.held_back())
@@ -272,14 +265,24 @@ class Together:
 
     # -- prefilling ------------------------------------------------------------------------------
 
+    def _prefill_some(self, held: Collection[Request]) -> None:
+        """Run one pass. Prompts of which all is remembered need none, so several of them begin."""
+        until, passes = time.perf_counter() + WITHOUT_PASSES, self.counts.passes
+        while prefilling := [one for one in self._line.prefilling if one not in held]:
+            self._prefill_next(prefilling)
+            if self.counts.passes > passes or time.perf_counter() > until:
+                break
+
     def _prefill_next(self, prefilling: list[Request]) -> None:
         """Run a joint pass over the ends of several prompts, or one piece of one."""
         with self._vlm.runtime.lock:
+            begun = time.perf_counter()
             others = [*self._line.prefilling, *self._line.waiting]
             group = self._joint.group(prefilling, self._rounds)
             costs = self._joint.prefill(group, others)
             self.counts.joint += bool(costs)
-            self._line.shares.spend([one.account for one in costs], sum(costs.values()) / 1e3)
+            accounts = [one.account for one in costs or group[:1]]
+            self._line.shares.spend(accounts, time.perf_counter() - begun)
             for request, cost in costs.items():
                 self._guarded(request, partial(self._prefilled, cost=cost))
             if not costs:
@@ -328,7 +331,8 @@ class Together:
         begun = time.perf_counter()
         tokens = {run: request.token for run, request in self._line.running.items()}
         resting = {run for run, request in self._line.running.items() if request in held}
-        found = list(self._decoding.step(tokens, self._answer_of, resting))
+        answers = {run: one.turn.generated for run, one in self._line.running.items()}
+        found = list(self._decoding.step(tokens, answers.__getitem__, resting))
         taken = time.perf_counter()
         spent = 1e3 * (taken - begun)
         self._line.shares.spend([self._line.running[run].account for run, _ in found], spent / 1e3)
@@ -346,9 +350,6 @@ class Together:
                 self._end(request, error)
             before, taken = taken, time.perf_counter()
             self._line.shares.spend([request.account], taken - before)
-
-    def _answer_of(self, run: Run) -> list[int]:
-        return self._line.running[run].turn.generated
 
     def _take(self, request: Request, logits: torch.Tensor) -> bool:
         """Choose a token and hand it out; return whether it was the last."""
