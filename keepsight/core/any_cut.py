@@ -58,6 +58,7 @@ _NOT_KNOWN = "its linear layers are not those known by their class name"
 # Layers whose keys a lane can hold completely, and layers whose states are computed on a grid.
 _AS_EXPORTED = ("exported graphs",)
 _SHOWN = ("full", "sliding", "none", "linear")
+_TOGETHER = 8  # sequences of a step that is recorded while warming up
 _MOST = 8  # environments whose findings are kept
 
 
@@ -148,8 +149,8 @@ class AnyCut:
                 known.kernels.steps.clear()
 
     def warm_up(self) -> None:
-        """Record decoded steps before anyone waits for one: of one token and, where tokens are
-        guessed, of as many as a pass checks."""
+        """Record decoded steps before anyone waits for one: of one token, where tokens are guessed
+        of as many as a pass checks, and of eight sequences together."""
         kernels = self._engine.kernels
         if kernels is None or kernels.in_graphs:
             return
@@ -166,8 +167,22 @@ class AnyCut:
                 self._engine.chunk(run, 0, len(ids), [])
                 for size in sizes:
                     self._engine.forward(run, [int(ids[0])] * size)
+                # In a model whose steps take long, none is recorded.
+                if any(step.run is not None for step in kernels.steps.values()):
+                    self._step_together(kernels, ids)
         finally:
             kernels.warming_up = False
+
+    def _step_together(self, kernels: Kernels, ids: np.ndarray) -> None:
+        """Steps of several sequences, enough of them to be recorded."""
+        if self._on_a_grid or not self._family.decodes_together:
+            return
+        runs = [self._scratch.begin(kernels, ids) for _ in range(_TOGETHER)]
+        for run in runs:
+            self._engine.chunk(run, 0, len(ids), [])
+        batch = LaneBatch(self._model, self._family, runs)
+        for _ in range(SETTLED):
+            batch.step([int(ids[0])] * _TOGETHER)
 
     def stats(self) -> Record:
         """Bytes of packed copies, and the number of decoded steps that ran as a recorded list since
