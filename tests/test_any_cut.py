@@ -538,10 +538,9 @@ def test_a_matrix_unit_that_takes_few_rows_in_one_way_is_given_few(
 
     def by_number(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
         count = rows.shape[:-1].numel()
-        if count > 32 and count % 3:
-            return plain(rows.flip(-1), weight.flip(-1), bias)
-        if count > 32:
-            order = torch.arange(rows.shape[-1]).roll(rows.shape[-1] // 2)
+        if count > 32:  # some kernels add a mirrored order to the same bits, so it is a random one
+            of = torch.Generator().manual_seed(int(count % 3 > 0))
+            order = torch.randperm(rows.shape[-1], generator=of)
             return plain(rows[..., order], weight[:, order], bias)
         padded = functional.pad(rows.reshape(count, -1), (0, 0, 0, 128 - count))
         return plain(padded, weight, bias)[:count].view(*rows.shape[:-1], -1)
