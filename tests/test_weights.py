@@ -248,3 +248,35 @@ def test_two_models_under_one_name_share_a_store_and_nothing_else(tmp_path: Path
             told.append((reply.usage.images_encoded, reply.usage.cached_tokens > 0, reply.text))
     assert told[0][:2] == told[1][:2] == (1, False)
     assert told[2] == (0, True, told[0][2])
+
+
+def test_layers_that_replace_their_weights_are_right_and_the_report_says_why_nothing_is_kept() -> (
+    None
+):
+    """As layers do whose weights are rounded in each pass."""
+    build.cache_clear()
+    model, processor = build("qwen3_vl")
+    layer = model.get_decoder().layers[0].mlp.down_proj
+    plain = type(layer).forward
+
+    def rounding(rows: torch.Tensor) -> torch.Tensor:
+        before = layer.weight.data.clone()
+        layer.weight.data = layer.weight.data.bfloat16().float()
+        try:
+            return plain(layer, rows)
+        finally:
+            layer.weight.data = before
+
+    layer.forward = rounding
+    with ks.wrap(model, processor) as vlm:
+        replies = [vlm.chat(MESSAGES, max_new_tokens=4, do_sample=False) for _ in range(2)]
+        stock = model.generate(**vlm.inputs(MESSAGES), max_new_tokens=4, do_sample=False)
+    assert replies[0].tokens == replies[1].tokens == stock[0, -4:].tolist()
+    assert replies[1].usage.images_encoded == 0 == replies[1].usage.cached_tokens
+    assert all("weights changed while" in reply.report.notes[-1] for reply in replies)
+    del layer.forward
+    with ks.wrap(model, processor) as vlm:
+        for _ in range(2):
+            reply = vlm.chat(MESSAGES, max_new_tokens=4, do_sample=False)
+        assert reply.usage.cached_tokens and not reply.report.notes
+    build.cache_clear()

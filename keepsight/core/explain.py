@@ -13,6 +13,8 @@ from keepsight.prefix.match import Known, Match
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.report import Segment
 
+CHANGED = "weights changed while this was computed, so nothing more of it is remembered"
+
 
 @dataclass
 class Findings:

@@ -16,7 +16,7 @@ import torch
 
 from keepsight.core.drafts import DraftCounts
 from keepsight.core.engine import Run
-from keepsight.core.explain import Findings, Origin, explain
+from keepsight.core.explain import CHANGED, Findings, Origin, explain
 from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import Sampler, SequenceSampler, check_length, decode, sampler
 from keepsight.errors import KeepsightError
@@ -44,8 +44,7 @@ class Turn:
         self._runtime, self._lock, self._render = runtime, runtime.lock, render
         self._options, self._exact, self._default_tokens = options, exact, default_tokens
         self.milliseconds: dict[str, float] = {}
-        self._sources: dict[int, str] = {}
-        self._notes: dict[int, str] = {}
+        self._sources, self._notes = dict[int, str](), dict[int, str]()
         self._others: set[int] = set()
         self.piece = RUN  # tokens per pass, if a prompt can be cut anywhere
         self.asked: float | None = None  # when the caller asked, if earlier than `begin`
@@ -273,6 +272,7 @@ class Turn:
             packages = {m: packages[m] for m in packages if self.prompt.ranges[m][-1][1] > cut}
             yield cut - start
         self._reached = run.node
+        self._tell_change(run.changed)
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
         engine.guess(run, self._tenant, room, self._tally)
 
@@ -302,8 +302,7 @@ class Turn:
         with self._stage("encode"):
             may, rest = partial(self._may_keep, shown.key), self.prompt.shown(self.run.lane.length)
             package, where = self._vision.package(shown, may, rest)
-        note = self._vision.note(medium, package, where)
-        if medium not in self._sources and note:
+        if medium not in self._sources and (note := self._vision.note(medium, package, where)):
             self._notes[medium] = note
         self._sources.setdefault(medium, where)
         return package
@@ -319,6 +318,12 @@ class Turn:
         with self._lock, self._stage("decode"):
             return self._runtime.engine.step(self._run, token)
 
+    def _tell_change(self, changed: bool) -> bool:
+        """Say in the report if other weights computed a part: then nothing more is remembered."""
+        if changed:
+            self._notes[len(self.prompt.media)] = CHANGED
+        return changed
+
     def _note_token(self, token: int) -> None:
         self.generated.append(token)
         if self._first is None:
@@ -332,7 +337,7 @@ class Turn:
         if not (self._loose or self.rule.any_cut) or run is None:
             return
         with self._lock:
-            if run.changed or self.out_of_date():  # other weights computed part of it
+            if self._tell_change(run.changed or self.out_of_date()):
                 return
             run.settle()
             length = max(0, run.lane.length - len(self.prompt))
@@ -387,12 +392,9 @@ class Turn:
         )
 
     def _origin(self, medium: int) -> Origin:
-        its = self.prompt.media[medium]
+        its, other = self.prompt.media[medium], medium in self._others
         where = self._sources.get(medium) or self._vision.where(its)
-        elsewhere = where == "tower" and (
-            medium in self._others or self._vision.made_elsewhere(its)
-        )
-        return Origin(where, elsewhere)
+        return Origin(where, where == "tower" and (other or self._vision.made_elsewhere(its)))
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(self.milliseconds, name)
