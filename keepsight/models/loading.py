@@ -25,6 +25,7 @@ from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
+from keepsight.models.silence import without_short_bars
 from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
@@ -48,7 +49,7 @@ def load_named(
     """The model in eval mode, and the name of the files with all its weights."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
-    with named_refusal(path):
+    with named_refusal(path), without_short_bars(path):
         model, found = AutoModelForImageTextToText.from_pretrained(
             path, output_loading_info=True, **options
         )

@@ -34,6 +34,7 @@ from keepsight.models.loading import (
     named_refusal,
     thinking,
 )
+from keepsight.models.silence import without_short_bars
 
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # without it Transformers reads ahead
 _reading = RLock()
@@ -45,7 +46,7 @@ def load_named(
     """The model in eval mode with placeholders for its tower, and the name of its files."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
-    with named_refusal(path):
+    with named_refusal(path), without_short_bars(path):
         config = _config_of(path, revision)
         kind = _class_of(config)
         model, found = _shaped(kind, _leave_out).from_pretrained(
@@ -91,7 +92,8 @@ class TowerFiles:
             wanted.extend(_watch(thinking(model), found))
             model.all_tied_weights_keys = {}
 
-        with named_refusal(self.path), _reading, _sequential(), torch.no_grad():
+        quiet = without_short_bars(self.path)
+        with named_refusal(self.path), _reading, quiet, _sequential(), torch.no_grad():
             options = load_options(self.dtype, None, self.revision)
             _shaped(self.kind, watch, unfinished=True).from_pretrained(
                 self.path, config=_config_of(self.path, self.revision), **options

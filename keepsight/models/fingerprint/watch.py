@@ -49,7 +49,8 @@ class _DictCopy:
 
     def _now(self) -> dict[Any, object]:
         if self.only is None:
-            return dict(self.home)
+            # A subclass may make its values when they are asked for.
+            return dict(self.home if type(self.home) is dict else dict.items(self.home))
         return {name: self.home[name] for name in self.only if name in self.home}
 
     def changed(self) -> set[Owner]:

@@ -1,0 +1,68 @@
+"""Loading and trials are quiet where Keepsight runs Transformers, and users' settings stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from huggingface_hub import utils as hub
+from transformers.utils import logging
+
+from keepsight.models import silence
+from keepsight.models.fingerprint.watch import _DictCopy
+from keepsight.models.loading import model_path
+
+_LOAD = """
+import keepsight as ks
+from transformers.utils import logging
+before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+with ks.load("demo-hybrid") as vlm:
+    vlm.chat([{"role": "user", "content": "hi"}], max_new_tokens=2)
+assert before == (logging.get_verbosity(), logging.is_progress_bar_enabled())
+"""
+
+
+def test_the_demo_loads_and_answers_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_bars_are_as_before(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    try:
+        logging.enable_progress_bar() if enabled else logging.disable_progress_bar()
+        with pytest.raises(KeyError), silence.without_short_bars(model_path("demo")):
+            assert not logging.is_progress_bar_enabled()
+            raise KeyError
+        assert logging.is_progress_bar_enabled() is enabled
+        monkeypatch.setattr(silence, "_SMALL", 10)
+        with silence.without_short_bars(model_path("demo")):
+            assert logging.is_progress_bar_enabled() is enabled
+    finally:
+        logging.enable_progress_bar() if before[0] else logging.disable_progress_bar()
+        hub.disable_progress_bars() if before[1] else hub.enable_progress_bars()
+
+
+def test_a_name_on_a_hub_shows_its_bar(tmp_path: Path) -> None:
+    wanted = logging.is_progress_bar_enabled()
+    with silence.without_short_bars("somebody/large"):
+        assert logging.is_progress_bar_enabled() is wanted
+
+
+class _Making(OrderedDict):
+    """Makes its values when they are asked for, as Transformers' table of activations does."""
+
+    def __getitem__(self, name: str) -> object:
+        raise AssertionError("asked for a value")
+
+
+def test_a_table_that_makes_its_values_is_only_looked_at() -> None:
+    table = _Making(one=1)
+    looked = _DictCopy(table, {"somebody"}, frozenset(), frozenset(), None)
+    assert not looked.changed()
+    dict.__setitem__(table, "one", 2)
+    assert looked.changed() == {"somebody"}
