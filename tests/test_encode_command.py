@@ -76,6 +76,7 @@ def test_a_store_is_filled_and_then_answers(folder: Path) -> None:
     told = lines(run(".", "--to", "store", "--json").stdout)
     assert [row["status"] for row in told[:-1]] == ["kept", "kept", "kept", "duplicate"]
     assert told[-1]["images"] == told[-1]["total"] == 4 and told[-1]["seconds_left"] == 0
+    assert "3 kept, 1 duplicate; nothing new" in run(".", "--to", "store").stdout
     with ks.load("demo", store="store") as vlm:
         for image in (Path("a.png"), Path("b.png"), png(5)):
             assert vlm.ask(image, "Describe the picture.").usage.images_encoded == 0

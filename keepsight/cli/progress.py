@@ -92,6 +92,8 @@ class EncodeCounts:
 
     def pace(self) -> str:
         """The rates as text."""
+        if self.done and not self.counts.keys() - {"kept", "duplicate"}:
+            return "nothing new"
         images, tokens = self.rates()
         return f"{images:.1f} images/s, {tokens:.0f} tokens/s, {bytes_text(self.nbytes)} written"
 
