@@ -229,8 +229,8 @@ def test_what_does_not_run_in_mlx_is_refused_by_name(tmp_path: Path) -> None:
     for kind, said in (
         ("glm4v", "glm4v do not run in MLX here; those of qwen2_vl"),
         ("sliding", "mlx-vlm does not give a sliding window"),
-        ("gemma3", "tie_word_embeddings is False, and mlx-vlm computes True"),
-        ("internvl", "text_config.model_type is 'qwen2', and mlx-vlm computes 'qwen3'"),
+        ("gemma3", "tie_word_embeddings is False, but mlx-vlm always computes True"),
+        ("internvl", "text_config.model_type is 'qwen2', but mlx-vlm always computes 'qwen3'"),
     ):
         other = folder_of(kind, tmp_path / kind)
         with pytest.raises(UnsupportedInput, match=said):

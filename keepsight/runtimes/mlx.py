@@ -274,6 +274,18 @@ class _Decoder(_Part):
         same = int(first[0])
         return same if bool((first == same).all()) else self._mlx.given(first)
 
+    def run(
+        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The outputs by name, states as Transformers orders them."""
+        found = super().run(feeds, into)
+        for number, past in enumerate(self._past):
+            if isinstance(past, FixedArrays):
+                conv, recurrent = (new_state(name, number) for name in state_names("linear"))
+                stored = past.as_stored(found[conv], found[recurrent])
+                found[conv], found[recurrent] = stored
+        return found
+
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         mlx, dtype = self._mlx, self._dtype
         named = {"full": BIAS, "sliding": SLIDING_BIAS}

@@ -58,10 +58,10 @@ class Mlx:
         return array if dtype is None else cast(Untyped, array.astype(dtype))
 
     def taken(self, array: Array) -> Tensor:
-        """A copy of an array, as a tensor."""
+        """An array as a tensor, in the same memory. MLX never writes into an array again."""
         if array.dtype in (self.core.bfloat16, self.core.float16):
             array = array.astype(self.core.float32)
-        return torch.from_numpy(np.array(array))
+        return torch.from_numpy(np.array(array, copy=False))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional
 
 from keepsight.core.lane_layer import LaneLayer
 from keepsight.kinds import CacheLayer
@@ -73,7 +74,10 @@ class FixedArrays:
         return None if whole else self._mlx.given(self._present > 0)
 
     def after(self) -> tuple[Array, Array]:
-        """The states after the pass."""
-        conv, recurrent = self.cache[0], self.cache[1]
-        columns = self._mlx.core.pad(conv.swapaxes(1, 2), [(0, 0), (0, 0), (1, 0)])
-        return columns, recurrent.swapaxes(-1, -2)
+        """The states after the pass, as MLX orders them."""
+        return self.cache[0], self.cache[1]
+
+    @staticmethod
+    def as_stored(conv: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor]:
+        """These states as Transformers orders them."""
+        return functional.pad(conv.transpose(1, 2), (1, 0)), recurrent.transpose(-1, -2)
