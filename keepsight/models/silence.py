@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
-from transformers.utils import logging
+from transformers import logging
 
 _SMALL = 1 << 30  # bytes of weights that are read within a second or two
 
