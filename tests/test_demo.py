@@ -26,7 +26,7 @@ from keepsight.cli.app import app
 from keepsight.cli.terminal import age_text, plain, share_bar, thumbnail
 from keepsight.cli.tour_page import TourPage, check_page
 from keepsight.cli.tour_stage import Stage, scenes_of, script
-from keepsight.cli.tour_stock import Heard, StockSession, answer, judge, question
+from keepsight.cli.tour_stock import StockReply, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import InputError
 from keepsight.report import Report
@@ -240,7 +240,7 @@ def test_a_cache_of_something_else_is_not_held_against_stock(
 
 def test_judging_looks_at_words_and_at_logits() -> None:
     logits = torch.zeros(1, 8)
-    fresh = Heard("Red.", logits, None, torch.zeros(1))
+    fresh = StockReply("Red.", logits, None, torch.zeros(1))
     assert judge("Red.", logits + 1e-5, fresh)[1]
     assert judge("Red.", logits + 0.1, fresh) == ("wrong: same words, but logits off by 0.1", False)
     assert not judge("Blue.", logits, fresh)[1]

@@ -174,10 +174,10 @@ def test_a_step_copies_nothing_and_a_long_row_leaves_no_padding() -> None:
     with ks.wrap(*build("qwen3_vl"), grain=16) as vlm, prefilled(vlm, [0, 1, 4]) as turns:
         runs = [t.run for t in turns.values()]
         batch = Batch(vlm.model, vlm.runtime.family, runs, 40)
-        rooms = [layer.room_k.data_ptr() for layer in batch.cache.layers]
+        rooms = [layer.key_buffer.data_ptr() for layer in batch.cache.layers]
         for _ in range(20):
             batch.step([5, 6, 7])
-        assert rooms == [layer.room_k.data_ptr() for layer in batch.cache.layers]
+        assert rooms == [layer.key_buffer.data_ptr() for layer in batch.cache.layers]
         assert batch.copies == 1
         batch.leave(runs[2])
         assert batch.length == batch.longest == runs[0].lane.length + 20

@@ -108,12 +108,12 @@ def test_a_lane_serves_other_tenants_and_no_other_making(vlm: Any) -> None:
     for i in range(6):
         vlm.chat(FIRST, max_new_tokens=1, tenant=str(i))
     lanes = vlm.runtime.engine.lanes
-    rooms = {layer.room_k.data_ptr() for lane in lanes._idle for layer in lane.full}
+    rooms = {layer.key_buffer.data_ptr() for lane in lanes._idle for layer in lane.full}
     vlm.chat(SECOND, max_new_tokens=1, tenant="new")
-    assert {layer.room_k.data_ptr() for lane in lanes._idle for layer in lane.full} == rooms
+    assert {layer.key_buffer.data_ptr() for lane in lanes._idle for layer in lane.full} == rooms
     vlm.model.to(torch.bfloat16)
     vlm.chat(FIRST, max_new_tokens=1)
-    dtypes = [lane.full[0].room_k.dtype for lane in lanes._idle]
+    dtypes = [lane.full[0].key_buffer.dtype for lane in lanes._idle]
     assert dtypes.count(torch.bfloat16) == 1 and len(dtypes) == 4
 
 

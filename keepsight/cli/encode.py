@@ -115,7 +115,9 @@ def encode(
     pixels = (min_pixels, max_pixels)
     rest = (errors, as_json, verbose)
     which = (sources, to, files, store, model, dtype, device_map, pixels, column, dpi, fps, shard)
-    raise typer.Exit(run(Asked(*which, max_tokens, codec, tenant, threads, ray, workers, *rest)))
+    raise typer.Exit(
+        run(EncodeOptions(*which, max_tokens, codec, tenant, threads, ray, workers, *rest))
+    )
 
 
 def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[str]]:
@@ -151,7 +153,7 @@ def _is_there(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EncodeOptions:
     """The options of the command."""
 
     sources: list[str]
@@ -199,7 +201,7 @@ class Asked:
             raise InputError("--ray writes to a store, which workers share; leave out --files")
 
 
-def run(asked: Asked) -> int:
+def run(asked: EncodeOptions) -> int:
     """Run the command; return 1 if an image could not be used or the store refused it."""
     check_model(asked.model)
     asked.check()
@@ -253,7 +255,7 @@ def _say_left_out(places: list[str], err: Console, each: bool) -> None:
 
 def _results(
     stack: ExitStack,
-    asked: Asked,
+    asked: EncodeOptions,
     pieces: Iterable[SourcePiece],
     reading: ReadOptions,
     shard: Shard,
@@ -286,7 +288,7 @@ def _results(
     return stack.enter_context(closing(room.run(items, target, shard, asked.threads)))
 
 
-def _worker(asked: Asked) -> Record:
+def _worker(asked: EncodeOptions) -> Record:
     """The options with which a worker on another machine loads the same model."""
     sized = {"size": pixel_limits(asked.model, *asked.pixels)} if any(asked.pixels) else None
     return {
@@ -331,7 +333,7 @@ def _error_log(stack: ExitStack, path: Path | None) -> IO[str] | None:
         raise InputError(f"--errors {path} cannot be written: {error.strerror}") from None
 
 
-def _tell(tally: progress.EncodeCounts, asked: Asked) -> None:
+def _tell(tally: progress.EncodeCounts, asked: EncodeOptions) -> None:
     err = console(stderr=True)
     tally.total = tally.done  # restore the previous handler
     if asked.as_json:

@@ -29,7 +29,15 @@ from keepsight.cli import show
 from keepsight.cli.terminal import table
 from keepsight.cli.tour_opening import opening
 from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, timed, times
-from keepsight.cli.tour_stock import TOKENS, Heard, Outcome, StockSession, answer, judge, question
+from keepsight.cli.tour_stock import (
+    TOKENS,
+    Outcome,
+    StockReply,
+    StockSession,
+    answer,
+    judge,
+    question,
+)
 from keepsight.demo.scene import Scene
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Message
@@ -168,7 +176,7 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: StockSession) -> None:
 
 
 def _keepsight(
-    stage: Stage, vlm: VLM, stock: StockSession, messages: list[Message], fresh: Heard
+    stage: Stage, vlm: VLM, stock: StockSession, messages: list[Message], fresh: StockReply
 ) -> None:
     """Keepsight's answer to the tensors that stock was given."""
     output = vlm.generate(

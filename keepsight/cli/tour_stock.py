@@ -28,7 +28,7 @@ CLOSE = 1e-3  # logits this close are the same computation in another order
 
 
 @dataclass
-class Heard:
+class StockReply:
     """One answer of stock `generate`."""
 
     text: str
@@ -72,7 +72,7 @@ class StockSession:
         self._model.generate(**self.inputs(messages), max_new_tokens=1, do_sample=False)
         return 1e3 * (time.perf_counter() - start)
 
-    def answer(self, inputs: dict[str, torch.Tensor], **options: object) -> Heard:
+    def answer(self, inputs: dict[str, torch.Tensor], **options: object) -> StockReply:
         """The whole answer to one prompt."""
         output = self._model.generate(
             **inputs,
@@ -81,7 +81,7 @@ class StockSession:
             output_logits=True,
         )
         ids = output.sequences[0, inputs["input_ids"].shape[1] :]
-        return Heard(
+        return StockReply(
             self.text(ids), output.logits[0], output.past_key_values, output.sequences[0, :-1]
         )
 
@@ -128,9 +128,9 @@ class StockSession:
         self,
         attempt: str,
         inputs: Inputs,
-        kept: Heard,
+        kept: StockReply,
         whole: dict[str, torch.Tensor],
-        fresh: Heard,
+        fresh: StockReply,
     ) -> Outcome:
         if not torch.equal(whole["input_ids"][0, : len(kept.ids)], kept.ids):
             # An answer read back may be tokenized differently; that would be no fair attempt.
@@ -145,7 +145,7 @@ class StockSession:
         return Outcome(attempt, heard.text, *judge(heard.text, heard.logits, fresh))
 
 
-def judge(text: str, logits: torch.Tensor, fresh: Heard) -> tuple[str, bool]:
+def judge(text: str, logits: torch.Tensor, fresh: StockReply) -> tuple[str, bool]:
     """Compare an answer with the one computed afresh, in words and logits."""
     gap = float((logits.float() - fresh.logits.float()).abs().max())
     if text != fresh.text:

@@ -92,10 +92,10 @@ class Engine:
         self._placement: Placement | None = None
         self._order = StreamOrder()
 
-    def bind(self, making: str) -> None:
+    def bind(self, variant: str) -> None:
         """Set the current model and kernels; called before each turn. Work that this caller queues
         on a device waits for the work of earlier callers."""
-        self.lanes.making = making
+        self.lanes.variant = variant
         if self._model.device.type != "cpu":
             self._order.follow(self.placement.devices)
 
@@ -130,12 +130,12 @@ class Engine:
 
     def snapshot_pattern(self) -> Record:
         """The layout that all snapshots of a namespace share; costs one small pass, once."""
-        making = f"{self.lanes.making} {self.lanes.grows}"
-        if making not in self._patterns:
+        variant = f"{self.lanes.variant} {self.lanes.grows}"
+        if variant not in self._patterns:
             while len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.pop(next(iter(self._patterns)))
-            self._patterns[making] = self._look_at_a_snapshot()
-        return self._patterns[making]
+            self._patterns[variant] = self._look_at_a_snapshot()
+        return self._patterns[variant]
 
     @quietly
     def _look_at_a_snapshot(self) -> Record:

@@ -45,23 +45,23 @@ class _Rows(LaneLayer):
             return self._layers[0].stretch(tokens, like_k, like_v)
         rooms = [layer.stretch(tokens, like_k[:1], like_v[:1]) for layer in self._layers]
         most = max(keys.shape[-2] for keys, _ in rooms)
-        if self.room_k is None or self.room_v is None or self.room_k.shape[-2] < most:
+        if self.key_buffer is None or self.value_buffer is None or self.key_buffer.shape[-2] < most:
             size = (len(rooms), *rooms[0][0].shape[1:2], most)
-            self.room_k = like_k.new_zeros(*size, like_k.shape[-1])
-            self.room_v = like_v.new_zeros(*size, like_v.shape[-1])
+            self.key_buffer = like_k.new_zeros(*size, like_k.shape[-1])
+            self.value_buffer = like_v.new_zeros(*size, like_v.shape[-1])
             self._copied = []
         for row, layer in enumerate(self._layers):
             if self._copied[row : row + 1] != [layer.changes]:
-                self.room_k[row, :, : layer.length] = layer.keys[0]
-                self.room_v[row, :, : layer.length] = layer.values[0]
-        return self.room_k, self.room_v
+                self.key_buffer[row, :, : layer.length] = layer.keys[0]
+                self.value_buffer[row, :, : layer.length] = layer.values[0]
+        return self.key_buffer, self.value_buffer
 
     def advance(self, tokens: int) -> None:
         """Copy the tokens written here back to their lanes."""
         for row, layer in enumerate(self._layers):
             if len(self._layers) > 1:
                 rows, new = slice(row, row + 1), slice(layer.length, layer.length + tokens)
-                layer.append(self.room_k[rows, :, new], self.room_v[rows, :, new])  # type: ignore[index]
+                layer.append(self.key_buffer[rows, :, new], self.value_buffer[rows, :, new])  # type: ignore[index]
             else:
                 layer.advance(tokens)
         self._copied = [layer.changes for layer in self._layers]

@@ -27,8 +27,8 @@ class LaneLayer(DynamicLayer):
         self.length = 0
         self.changes = 0  # number of writes and removals
         self.reserved = 0
-        self.room_k: torch.Tensor | None = None
-        self.room_v: torch.Tensor | None = None
+        self.key_buffer: torch.Tensor | None = None
+        self.value_buffer: torch.Tensor | None = None
         self._written = 0  # rows ever written since the buffer was allocated
         self._clean = 0  # rows behind the end are zero up to here
 
@@ -54,8 +54,8 @@ class LaneLayer(DynamicLayer):
             self.is_initialized = True
         start, end = self.length, self.length + keys.shape[-2]
         self._ensure(end, keys, values)
-        self.room_k[:, :, start:end] = keys  # type: ignore[index]
-        self.room_v[:, :, start:end] = values  # type: ignore[index]
+        self.key_buffer[:, :, start:end] = keys  # type: ignore[index]
+        self.value_buffer[:, :, start:end] = values  # type: ignore[index]
         self._view(end)
         if attention_here() is not None:
             self._clear_behind(end)
@@ -65,25 +65,28 @@ class LaneLayer(DynamicLayer):
         self._written = max(self._written, end)
         whole = -(-end // BLOCK) * BLOCK
         if self._written > end and self._clean < whole:
-            for room in (self.room_k, self.room_v):
+            for room in (self.key_buffer, self.value_buffer):
                 room[:, :, end : min(whole, self._written)] = 0  # type: ignore[index]
         self._clean = whole
 
     def _ensure(self, end: int, like_k: torch.Tensor, like_v: torch.Tensor) -> None:
-        for room, like in ((self.room_k, like_k), (self.room_v, like_v)):
+        for room, like in ((self.key_buffer, like_k), (self.value_buffer, like_v)):
             if room is not None and not _alike(room, like):
                 self._make_anew(room, like)
-        have = 0 if self.room_k is None else self.room_k.shape[-2]
+        have = 0 if self.key_buffer is None else self.key_buffer.shape[-2]
         if end <= have:
             return
         wanted = max(end, self.reserved, have + have // 2)
         capacity = -(-wanted // _ROUND) * _ROUND
         new_k = like_k.new_zeros(*like_k.shape[:2], capacity, like_k.shape[-1])
         new_v = like_v.new_zeros(*like_v.shape[:2], capacity, like_v.shape[-1])
-        if self.length and self.room_k is not None and self.room_v is not None:
-            new_k[:, :, : self.length] = self.room_k[:, :, : self.length]
-            new_v[:, :, : self.length] = self.room_v[:, :, : self.length]
-        self.room_k, self.room_v = new_k, new_v  # both or none, where memory does not suffice
+        if self.length and self.key_buffer is not None and self.value_buffer is not None:
+            new_k[:, :, : self.length] = self.key_buffer[:, :, : self.length]
+            new_v[:, :, : self.length] = self.value_buffer[:, :, : self.length]
+        self.key_buffer, self.value_buffer = (
+            new_k,
+            new_v,
+        )  # both or none, where memory does not suffice
         self._written, self._clean = self.length, 0
 
     def _make_anew(self, room: torch.Tensor, like: torch.Tensor) -> None:
@@ -94,13 +97,13 @@ class LaneLayer(DynamicLayer):
                 f"now in {like.dtype} on {like.device}: it was cast or moved, or autocast was "
                 "entered or left, while the turn was running; ask again"
             )
-        self.room_k = self.room_v = None
+        self.key_buffer = self.value_buffer = None
 
     def _view(self, length: int) -> None:
         self.length = length
         self.changes += 1
-        self.keys = self.room_k[:, :, :length]  # type: ignore[index]
-        self.values = self.room_v[:, :, :length]  # type: ignore[index]
+        self.keys = self.key_buffer[:, :, :length]  # type: ignore[index]
+        self.values = self.value_buffer[:, :, :length]  # type: ignore[index]
 
     def rewind(self, length: int) -> None:
         """Forget everything from `length` on. Rows before it come from the same chunks as
@@ -109,7 +112,7 @@ class LaneLayer(DynamicLayer):
             raise ValueError(f"cannot rewind from {self.length} to {length}")
         self._written, self._clean = max(self._written, self.length), 0
         self.changes += 1
-        if self.room_k is not None:
+        if self.key_buffer is not None:
             self._view(length)
         if length == 0:
             # As new: PaliGemma and Mllama use it to detect the first chunk.
@@ -124,8 +127,8 @@ class LaneLayer(DynamicLayer):
         self._written, self._clean = max(self._written, self.length, end), 0
         self.length = start
         self._ensure(end, keys, values)
-        self.room_k[:, :, start:end] = keys  # type: ignore[index]
-        self.room_v[:, :, start:end] = values  # type: ignore[index]
+        self.key_buffer[:, :, start:end] = keys  # type: ignore[index]
+        self.value_buffer[:, :, start:end] = values  # type: ignore[index]
         self._view(end)
 
     def stretch(
@@ -138,7 +141,7 @@ class LaneLayer(DynamicLayer):
         reserved, self.reserved = self.reserved, 0  # a graph reads all of it
         self._ensure(self.length + tokens, like_k, like_v)
         self.reserved = reserved
-        return self.room_k, self.room_v  # type: ignore[return-value]
+        return self.key_buffer, self.value_buffer  # type: ignore[return-value]
 
     def advance(self, tokens: int) -> None:
         """Count tokens that were written behind the end."""
@@ -148,7 +151,7 @@ class LaneLayer(DynamicLayer):
         """Use these buffers, with their first `length` rows filled."""
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
-        self.room_k, self.room_v = keys, values
+        self.key_buffer, self.value_buffer = keys, values
         self._view(length)
 
     @property
@@ -168,12 +171,12 @@ class LaneLayer(DynamicLayer):
     def make_room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Buffers with space for more tokens and zeros behind, because attention reads there. The
         caller writes the tokens and then calls `advance`."""
-        if self.room_k is None or self.room_v is None:
+        if self.key_buffer is None or self.value_buffer is None:
             raise ValueError("a layer that holds nothing yet")
         end = self.length + tokens
-        self._ensure(end, self.room_k, self.room_v)
+        self._ensure(end, self.key_buffer, self.value_buffer)
         self._clear_behind(end)
-        return self.room_k, self.room_v
+        return self.key_buffer, self.value_buffer
 
     def get_seq_length(self, *more: object, **options: object) -> int:
         """Tokens held."""
@@ -192,7 +195,7 @@ class LaneLayer(DynamicLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
+        return storage_bytes(t for t in (self.key_buffer, self.value_buffer) if t is not None)
 
 
 class WindowLayer(LaneLayer):

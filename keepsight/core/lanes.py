@@ -17,15 +17,15 @@ MAX_LANES = 4  # idle lanes kept; each saves its conversation a copy of the whol
 class Lanes:
     """A few idle lanes, so that a conversation finds its keys and values in place.
 
-    `making` names everything that decides shapes and bits of a lane's tensors: weights and
-    environment, but not the tenant. A lane serves only turns with the same `making`: after a cast,
+    `variant` names everything that decides shapes and bits of a lane's tensors: weights and
+    environment, but not the tenant. A lane serves only turns with the same `variant`: after a cast,
     or inside autocast, its buffers would have another dtype or device.
     """
 
     def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
         self._model, self._shape, self._budget = model, shape, budget
         self._idle: list[Lane] = []  # least recently used first
-        self.making, self.grows = "", False
+        self.variant, self.grows = "", False
 
     @property
     def nbytes(self) -> int:
@@ -36,8 +36,8 @@ class Lanes:
         """Take the lane that already holds most of the path to `node`."""
         chain = node.chain()
         best, most = None, 0
-        wanted = self.making, self.grows
-        fitting = [lane for lane in self._idle if (lane.making, lane.grows) == wanted]
+        wanted = self.variant, self.grows
+        fitting = [lane for lane in self._idle if (lane.variant, lane.grows) == wanted]
         for lane in fitting:
             end = shared(lane, chain)
             if end > most:
@@ -55,7 +55,7 @@ class Lanes:
 
     def fresh(self) -> Lane:
         """A new, empty lane."""
-        return Lane(self._model, self._shape, self.making, self.grows)
+        return Lane(self._model, self._shape, self.variant, self.grows)
 
     def give_back(self, lane: Lane) -> None:
         """Keep an unused lane while the budget allows."""

@@ -226,16 +226,16 @@ def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> 
     """Pin (or unpin) the features of images, all or none; return how many features are pinned."""
     packages = runtime.caches.packages
     with runtime.housekeeping, contextlib.ExitStack() as undo:
-        making = [made for key in keys for made in _features_of(runtime, key, tenant)]
+        found = [made for key in keys for made in _features_of(runtime, key, tenant)]
         with runtime.lock:
-            for made in making:
+            for made in found:
                 new = pinned and not packages.pinned(tenant, made)
                 if packages.pin(tenant, made, pinned) and new:
                     undo.callback(_locked, runtime, packages.pin, tenant, made, False)
-        names = [("package", made) for made in making]
+        names = [("package", made) for made in found]
         _pin_in_store(runtime.store_of(tenant), names, pinned, undo)
         undo.pop_all()
-    return len(making)
+    return len(found)
 
 
 def delete_images(runtime: Runtime, keys: list[str], tenant: str) -> int:

@@ -123,7 +123,7 @@ def written(runs: Sequence[Decoded], given: Given | None, count: int) -> list[to
     for run in runs:
         start = run.lane.length
         for layer in layers_of(run.lane).values():
-            rooms = [room for room in (layer.room_k, layer.room_v) if room is not None]
+            rooms = [room for room in (layer.key_buffer, layer.value_buffer) if room is not None]
             found += [room[:, :, start : start + count].clone() for room in rooms]
         for index, mixer in mixers_of(run.lane).items():
             inputs = given[_NEXT, 0, index] if given is not None else mixer.inputs()
@@ -242,7 +242,9 @@ def _scratch_buffers(
         shape = (*like.shape[:2], 2 * BLOCK, like.shape[-1])
         return memory.setdefault((*shape, like.dtype), like.new_zeros(shape))
 
-    return {index: (room(layer.room_k), room(layer.room_v)) for index, layer in layers.items()}
+    return {
+        index: (room(layer.key_buffer), room(layer.value_buffer)) for index, layer in layers.items()
+    }
 
 
 class _Layer(LaneLayer):

@@ -214,8 +214,8 @@ class Runtime:
         kept = (self.caches.aliases, self.caches.downloads_of(tenant))
         how = (self.family, self.processor, self.image_options)
         namer = Namer(*how, store, *kept, tenant, self._ttl)
-        making = (settings.accept_features, tenant, self._ttl, settings.feature_codec)
-        self.visions[tenant] = vision = Vision(self.family, namer, self.caches, store, *making)
+        options = (settings.accept_features, tenant, self._ttl, settings.feature_codec)
+        self.visions[tenant] = vision = Vision(self.family, namer, self.caches, store, *options)
         vision.tower.about = about(self.model, self.processor)
         return vision
 
@@ -273,12 +273,12 @@ class Runtime:
         code = self._processor_code.look()
         self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared, code)
         self.visions.move_to_end(tenant)
-        making = self._making(now)
-        self.engine.bind(making)
+        variant = self._variant(now)
+        self.engine.bind(variant)
         if self._any_cut.asked:
             self.rule, self.finding = self._any_cut.rule(self._boundaries, now, self.engine)
         how = "exact" if exact else "with decoded state"
-        namespace = digests.digest("namespace", making, self.rule.record(), how, tenant)
+        namespace = digests.digest("namespace", variant, self.rule.record(), how, tenant)
         if namespace not in self.made_under:
             self.made_under[namespace] = SnapshotOrigin(weights.all, tenant)
             # A private fingerprint would never be found in a store again.
@@ -288,7 +288,7 @@ class Runtime:
                 self.made_under.pop(empty, None)
         return namespace
 
-    def _making(self, now: Record) -> str:
+    def _variant(self, now: Record) -> str:
         """The digest of the model and its environment, recomputed only after a change."""
         seen = (self.weights.all, self.weights.config, self.weights.code, now)
         if seen != self._made_of[0]:

@@ -35,7 +35,7 @@ class ScratchRuns:
     def begin(self, kernels: Kernels | None, ids: np.ndarray) -> Run:
         """A prompt at its start, on a lane of its own."""
         engine, types = self._engine, np.zeros(len(ids), dtype=np.int8)
-        lane = Lane(self._model, engine.shape, engine.lanes.making, grows=True)
+        lane = Lane(self._model, engine.shape, engine.lanes.variant, grows=True)
         positions = self._family.positions(ids, types, [])
         behind = positions[..., -1:] + 1
         return Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), behind, kernels=kernels)

@@ -119,9 +119,9 @@ class Lane:
     that any prefix can be taken of them."""
 
     def __init__(
-        self, model: PreTrainedModel, shape: Shape, making: str = "", grows: bool = False
+        self, model: PreTrainedModel, shape: Shape, variant: str = "", grows: bool = False
     ) -> None:
-        self.shape, self.making, self.grows = shape, making, grows
+        self.shape, self.variant, self.grows = shape, variant, grows
         self._config = model.config
         self.cache = DynamicCache(config=model.config)
         for i, kind in enumerate(shape.kinds):

@@ -66,7 +66,7 @@ class Vision:
         to a model that only this process knows, and stay in memory."""
         self.namer.bind(provenance, code)
         by_step = videos_by_step(self._family)
-        self.tower.making = video_steps.FeatureOrigin(weights, settings, provenance, by_step)
+        self.tower.origin = video_steps.FeatureOrigin(weights, settings, provenance, by_step)
         self._shared = shared
 
     # -- naming ----------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ class Vision:
 
     def _medium_of_package(self, package: Package, named: str | None = None) -> Medium:
         for field, mine, its in (
-            ("vision weights", self.tower.making.weights, package.weights),
-            ("vision settings", self.tower.making.settings, package.settings),
+            ("vision weights", self.tower.origin.weights, package.weights),
+            ("vision settings", self.tower.origin.settings, package.settings),
         ):
             if mine != its:
                 raise WrongIdentity(field, mine, its)
@@ -138,13 +138,13 @@ class Vision:
         made = named or self._own_or_handed(package)
         # Only our own videos are split: the steps of others are theirs to name.
         keys = video_steps.keys_in(package) if made == package.feature_id else []
-        steps = video_steps.steps_from(keys, package.grid, self.tower.making, package.provenance)
+        steps = video_steps.steps_from(keys, package.grid, self.tower.origin, package.provenance)
         what = (package.key, package.identity, made, package.grid, package.layout, package.source)
         return Medium(*what, package, package.modality, steps)
 
     def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
         modality = entry.get("modality", "image")
-        what, made = self.tower.making.names(entry["key"], modality)
+        what, made = self.tower.origin.names(entry["key"], modality)
         keys = entry.get(video_steps.STEPS, ())
         if self._accept == "any" and self._store is not None:
             made, keys = self._any_made(what, made), ()
@@ -155,7 +155,7 @@ class Vision:
         if keys and video not in self._steps:
             while len(self._steps) >= _VIDEOS:
                 self._steps.pop(next(iter(self._steps)))
-            self._steps[video] = video_steps.steps_from(keys, grid, self.tower.making)
+            self._steps[video] = video_steps.steps_from(keys, grid, self.tower.origin)
         return self._steps[video] if keys else ()
 
     def _any_made(self, what: str, made: str) -> str:
@@ -183,14 +183,14 @@ class Vision:
 
     def differences(self, package: Package) -> str:
         """How a package's making differs from ours, for people; empty if it does not."""
-        there, here = package.provenance, self.tower.making.of(package.modality)
+        there, here = package.provenance, self.tower.origin.of(package.modality)
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         said = [f"{name} {there.get(name)!r}, here {here.get(name)!r}" for name in sorted(names)]
         return "; ".join(said)
 
     def fits(self, package: Package) -> bool:
         """Whether encoding the same image now would give this package again."""
-        ours, made = self.tower.making.names(package.key, package.modality)
+        ours, made = self.tower.origin.names(package.key, package.modality)
         if self._accept != "any":
             ours = made
         same = ours in (package.identity, package.feature_id)

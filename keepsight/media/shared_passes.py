@@ -42,7 +42,7 @@ class SharedPasses:
         self.shared = 0  # pictures that shared a call
         self.outcomes: dict[str, str] = {}  # for people
 
-    def form(self, pixels: Pixels, making: FeatureOrigin) -> str:
+    def form(self, pixels: Pixels, origin: FeatureOrigin) -> str:
         """All that a trial depends on; empty where the picture goes alone."""
         tensors = pixels.tensors
         if not is_small(pixels):
@@ -51,7 +51,7 @@ class SharedPasses:
             [name, str(t.dtype), list(t.shape), [] if t.is_floating_point() else t.tolist()]
             for name, t in sorted(tensors.items())
         ]
-        made = (making.weights, making.settings, making.of("image"))
+        made = (origin.weights, origin.settings, origin.of("image"))
         return digests.digest("form", parts, *made, torch.get_num_threads())
 
     def run(

@@ -32,7 +32,7 @@ class Tower:
     def __init__(self, family: Family, namer: Namer, caches: MediaCaches, tenant: str) -> None:
         self._family, self._namer = family, namer
         self._caches, self._tenant = caches, tenant
-        self.making = FeatureOrigin()
+        self.origin = FeatureOrigin()
         self.about: Record = {}  # for people: part of every package's record
         self.parts = TowerParts()  # how modules ran in the last pass
         self.shared_passes = SharedPasses(family)
@@ -55,7 +55,7 @@ class Tower:
         start = time.perf_counter()
         pixels = self._pixels_of(medium)
         steps = steps_of(self._family, pixels)
-        form = self.shared_passes.form(pixels, self.making) if len(steps) == 1 else ""
+        form = self.shared_passes.form(pixels, self.origin) if len(steps) == 1 else ""
         if form:
             media = [(medium, pixels), *self._waiting(medium, form, beside, is_new)]
             made = self.shared_passes.run(form, [one for _, one in media], self._run)
@@ -83,7 +83,7 @@ class Tower:
             pixels = self._caches.pixels.get(self._tenant, other.key)
             if pixels is None or other.feature_id in (*found, medium.feature_id):
                 continue
-            if self.shared_passes.form(pixels, self.making) == form and is_new(other):
+            if self.shared_passes.form(pixels, self.origin) == form and is_new(other):
                 found[other.feature_id] = other, pixels
         return list(found.values())
 
@@ -106,7 +106,7 @@ class Tower:
                 raise ImageError(
                     "the video has other frames than when it was first read; ask again"
                 )
-            package = self.packed(_alone(step.key, pixels, self.making), *self._run(pixels))
+            package = self.packed(_alone(step.key, pixels, self.origin), *self._run(pixels))
             package.about[VIDEO_KEY] = video.key
             known[step.feature_id] = package
             made.append(package)
@@ -123,9 +123,9 @@ class Tower:
         package = Package(
             tensors=tensors,
             key=medium.key,
-            weights=self.making.weights,
-            settings=self.making.settings,
-            provenance=dict(self.making.of(medium.modality)),
+            weights=self.origin.weights,
+            settings=self.origin.settings,
+            provenance=dict(self.origin.of(medium.modality)),
             grid=medium.grid,
             layout=medium.layout,
             container=container,
@@ -168,8 +168,8 @@ class Tower:
             )
 
 
-def _alone(key: str, pixels: Pixels, making: FeatureOrigin) -> Medium:
+def _alone(key: str, pixels: Pixels, origin: FeatureOrigin) -> Medium:
     """One step of a video as a medium."""
-    names = making.names(key, pixels.modality)
+    names = origin.names(key, pixels.modality)
     layout, kind = pixels.layout, pixels.modality
     return Medium(key, *names, pixels.grid, layout, None, lambda: pixels, kind)

@@ -47,14 +47,14 @@ class FeatureOrigin:
 
 
 def steps_from(
-    keys: Sequence[str], grid: Grid, making: FeatureOrigin, provenance: Record | None = None
+    keys: Sequence[str], grid: Grid, origin: FeatureOrigin, provenance: Record | None = None
 ) -> tuple[VideoStep, ...]:
     """The steps of a video by their keys; positions also depend on the rest of its grid."""
     speed = {name: value for name, value in grid.items() if name != _GRID}
-    made = making.of("video") if provenance is None else provenance
+    made = origin.of("video") if provenance is None else provenance
     found = []
     for number, key in enumerate(keys):
-        what = identity(key, making.weights, making.settings)
+        what = identity(key, origin.weights, origin.settings)
         name = feature_id(what, made)
         found.append(
             VideoStep(key, what, name, digests.digest("step in time", number, speed, name))

@@ -64,8 +64,8 @@ class LaneBuffers(Protocol):
     """A layer of a lane: buffers of whole blocks, with `length` rows filled."""
 
     length: int
-    room_k: torch.Tensor | None
-    room_v: torch.Tensor | None
+    key_buffer: torch.Tensor | None
+    value_buffer: torch.Tensor | None
 
     def first_seen_by(self, place: int) -> int | None:
         """The first key that the token at a place sees, or None if it sees all."""
@@ -225,9 +225,9 @@ class Attention:
         if held is not None and held.values is value:
             several = len(held.layers) > 1
             for layer in held.layers:
-                if layer.room_k is not None and layer.room_v is not None:
+                if layer.key_buffer is not None and layer.value_buffer is not None:
                     lane = layer if several else None
-                    found.append((layer.room_k, layer.room_v, layer.length, lane))
+                    found.append((layer.key_buffer, layer.value_buffer, layer.length, lane))
             return found
         length = key.shape[-2]
         more = (0, 0, 0, -length % BLOCK)
