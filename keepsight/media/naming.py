@@ -91,9 +91,11 @@ class Namer:
             if part is None or not hasattr(part, "to_dict"):
                 if not must:
                     return ""
+                other = {"video": ", or give its frames as images (encode: --fps 2)"}
                 raise UnsupportedInput(
                     f"the processor has no {PROCESSORS[modality]} (those of Transformers need "
-                    f"torchvision); {modality} cannot be prepared here"
+                    f"torchvision), so {modality} cannot be prepared here: install what it "
+                    f"needs{other.get(modality, '')}"
                 )
             known[modality] = digests.digest(
                 "processor settings",
