@@ -33,6 +33,9 @@ HARD_KINDS = (*KINDS, "where", "list", "which", "which", "compare")
 HARD_WEIGHT = 2.0
 SEARCHES = 0.3
 
+# How many pictures a search is among.
+SEARCHED = (1, 2, 3, 3, 4, 4, 4)
+
 # The role of an answer that nobody asked for and no picture tells: see ``exercise``.
 EXERCISE = "exercise"
 
@@ -72,24 +75,30 @@ def lesson(rng: random.Random) -> list[Message]:
 def search(rng: random.Random) -> list[Message]:
     """A few pictures, and over and over the question which of them shows this or that.
 
-    To name a picture by what it shows was learned last of all. In a conversation the answer is
-    mostly the same few, and a model that only knows whether there is such a picture does well.
-    Half of the time the pictures share two colours and two shapes, so that each is nearly right.
+    To name a picture by what it shows was learned last of all, and with three or four pictures
+    latest. In a conversation the answer is mostly the same few, and a model that only knows whether
+    there is such a picture does well. Half of the time the pictures share two colours and two
+    shapes, so that each is nearly right; nothing is asked twice while the pictures are the same.
     """
-    count = rng.randint(2, 4)
-    colors, shapes = rng.sample(list(COLORS), count), rng.choices(SHAPES, k=count)
-    names = list(zip(colors, shapes, strict=True))
-    wanted = names
+    count = rng.choice(SEARCHED)
+    scenes = list(more_scenes(rng, [], count))
     if rng.random() < 0.5:
-        wanted = list(itertools.product(colors[:2], rng.sample(SHAPES, 2)))
-        names = rng.choices(wanted, k=count)
-    scenes = [Scene(rng) for _ in names]
-    for scene, (color, shape) in zip(scenes, names, strict=True):
-        scene.color, scene.shape = color, shape
+        colors, shapes = rng.sample(list(COLORS), 2), rng.sample(SHAPES, 2)
+        for scene in scenes:
+            scene.color, scene.shape = rng.choice(colors), rng.choice(shapes)
+    first = count if rng.random() < 0.6 else rng.randint(1, count)
     messages: list[Message] = []
-    for number in range(4):
-        asked = which(*rng.choice(wanted), scenes)
-        messages += turn(rng, [] if number else scenes, asked)
+    for part, seen in ((scenes[:first], scenes[:first]), (scenes[first:], scenes)):
+        if not part:
+            continue
+        names = list(itertools.product({s.color: 0 for s in seen}, {s.shape: 0 for s in seen}))
+        there = list({(s.color, s.shape): 0 for s in seen})
+        absent = [name for name in names if name not in there] or [(Scene(rng).color, "ring")]
+        wanted = [*rng.sample(there, min(4, len(there))), rng.choice(absent)]
+        rng.shuffle(wanted)
+        for name in wanted[: 5 if seen is scenes or first == count else 2]:
+            messages += turn(rng, part, which(*name, seen))
+            part = []
     return messages
 
 

@@ -16,6 +16,7 @@ from patches import MERGE, PATCH, TEMPORAL
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
@@ -97,11 +98,11 @@ def grown(small: PreTrainedModel) -> PreTrainedModel:
     """
     model = fresh(small.config.model_type)
     text, old = model.model.language_model, small.model.language_model
-    before = old.config.layer_types
+    before = _kinds(old.config)
     state = {k: v for k, v in small.state_dict().items() if ".layers." not in k or "visual" in k}
     model.load_state_dict(state, strict=False)
     at = 0
-    for layer, kind in zip(text.layers, text.config.layer_types, strict=True):
+    for layer, kind in zip(text.layers, _kinds(text.config), strict=True):
         is_old = at < len(before) and before[at] == kind
         layer.load_state_dict(old.layers[at if is_old else at - 1].state_dict())
         at += is_old
@@ -109,8 +110,14 @@ def grown(small: PreTrainedModel) -> PreTrainedModel:
             torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
             torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     if at < len(before):
-        raise ValueError(f"the layers {before} are not among {text.config.layer_types}")
+        raise ValueError(f"the layers {before} are not among {_kinds(text.config)}")
     return model
+
+
+def _kinds(text: PreTrainedConfig) -> list[str]:
+    """The kind of each layer; where a config names none, all have attention."""
+    kinds: list[str] | None = getattr(text, "layer_types", None)
+    return kinds or ["full_attention"] * text.num_hidden_layers
 
 
 def save(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
@@ -131,7 +138,7 @@ def _fresh_qwen3_vl() -> PreTrainedModel:
         "mrope_section": [8, 8, 8],
         "mrope_interleaved": True,
     }
-    text = {**_TEXT, "num_hidden_layers": 5, "head_dim": 48, "rope_parameters": rope}
+    text = {**_TEXT, "num_hidden_layers": 7, "head_dim": 48, "rope_parameters": rope}
     vision = {**_VISION, "deepstack_visual_indexes": [0, 1]}
     config = Qwen3VLConfig(**_TOKENS, vision_config=vision, text_config=text)
     return Qwen3VLForConditionalGeneration(config)

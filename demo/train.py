@@ -127,7 +127,8 @@ def starting(options: argparse.Namespace) -> PreTrainedModel:
     """The model to teach: an earlier one, or a new one that gets the tower of stage 1."""
     if options.start:
         model = AutoModelForImageTextToText.from_pretrained(options.start, dtype=torch.float32)
-        if options.kind == "qwen3_5" and len(model.model.language_model.layers) < len(tiny.HYBRID):
+        layers = tiny.fresh(options.kind).config.text_config.num_hidden_layers
+        if len(model.model.language_model.layers) < layers:
             model = tiny.grown(model)
         model.model.visual.requires_grad_(False)
         return model
