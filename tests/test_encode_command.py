@@ -218,6 +218,6 @@ def test_a_list_without_end_is_not_told_in_full(
     tally = progress.EncodeCounts()
     for number in range(5):
         tally.add(Encoded(f"{number}.png", "broken", error="torn"))
-    encode._tell(tally, encode.Asked(["x"], "store"))
+    encode._tell(tally, encode.EncodeOptions(["x"], "store"))
     told = capsys.readouterr().err
     assert told.count("torn") == 2 and "and 3 more" in told and "--errors FILE" in told
