@@ -154,7 +154,7 @@ def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Pa
 def test_delete_during_the_first_answer_that_a_tenant_gets(name: str) -> None:
     """All that the tenant has is held then, and was never anything that could be let go."""
     with load(name) as vlm:
-        pieces = vlm.stream(conversation(1), max_new_tokens=4, tenant="new here")
+        pieces = vlm.stream(conversation(1), max_new_tokens=4, min_new_tokens=4, tenant="new here")
         next(pieces)
         assert vlm.delete(picture(1), tenant="new here") > 0
         assert sum(piece.token is not None for piece in pieces) == 3
