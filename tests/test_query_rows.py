@@ -17,6 +17,7 @@ from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, 
 import keepsight as ks
 from keepsight.core.kernels import attention
 from keepsight.core.kernels.attention import QueryRows, RowPadding
+from keepsight.core.recorded_layers import open_block
 from keepsight.scheduler import Together
 
 pytestmark = pytest.mark.tries_anew
@@ -97,6 +98,60 @@ def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
             asked = [together.submit(chat, **GREEDY) for chat in CHATS]
         assert [one.result().tokens for one in asked] == alone
         assert any(step.ran for step in steps(vlm).values()), steps(vlm)
+
+
+def counting_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the kernel add in another order for every number of keys."""
+    plain = attention._plain
+
+    def counting(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
+        turn_by = key.shape[-2] // 128 % query.shape[-1]
+        query, key = query.roll(turn_by, -1), key.roll(turn_by, -1)
+        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(attention, "_plain", counting)
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "together"),
+    [
+        *[("qwen3_vl", held, True) for held in (120, 128, 2040)],
+        *[("qwen3_vl", held, False) for held in (121, 127, 2041)],
+        *[("sliding", held, True) for held in (520, 535)],  # a window of 24 tokens
+        *[("sliding", held, False) for held in (505, 530)],
+    ],
+)
+def test_a_recorded_step_whose_tokens_read_different_keys(
+    kind: str, held: int, together: bool
+) -> None:
+    """As guesses do where 128 keys end, and where the window leaves a block: the model runs it."""
+    with ks.wrap(*build(kind)) as vlm:
+        scratch, kernels = vlm.runtime._any_cut._scratch, vlm.runtime.finding.kernels
+        run = scratch.begin(kernels, scratch.ids(held))
+        run.next_positions = run.positions[..., :1]
+        vlm.runtime.engine.forward(run, scratch.ids(held).tolist())
+        assert (open_block([run], 8) is not None) == together
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "sliding", "qwen3_5"])
+def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch, at_once: None
+) -> None:
+    """One pass, pieces that end anywhere, single steps, lists and several conversations."""
+    counting_keys(monkeypatch)
+    model, processor = build(kind)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        assert vlm.stats()["engine"]["any_cut"]
+        wanted = [logits(vlm, some_ids(count)) for count in (40, 150, 700)]
+        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+    with ks.wrap(model, processor) as vlm, Together(vlm) as together:
+        for count in (100, 127, 300, 520):
+            logits(vlm, some_ids(700)[:, :count], 2)
+        found = [logits(vlm, some_ids(count)) for count in (40, 150, 700)]
+        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+        with vlm.runtime.lock:
+            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
+        assert [one.result().tokens for one in asked] == alone
 
 
 def test_where_no_number_does_boundaries_hold(monkeypatch: pytest.MonkeyPatch) -> None:

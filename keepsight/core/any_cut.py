@@ -27,7 +27,7 @@ from keepsight.core.engine import Engine, Run
 from keepsight.core.findings import Finding, Rules
 from keepsight.core.graph_trial import GraphTrial, equal, states_of, tokens_of
 from keepsight.core.kernels import mixers
-from keepsight.core.kernels.attention import USUAL, QueryRows
+from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.linear import Linears, kernels_for, rows_agree
 from keepsight.core.kernels.packing import Group, Packing, groups_in
@@ -287,6 +287,8 @@ class AnyCut:
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
                 fillings = kernels.query_rows.fillings.items()
                 names += sorted(f"{heads}: {how}" for heads, how in fillings if how != USUAL)
+                if fillings:
+                    names.append(KEYS_READ)
                 if self._engine.shape.has_states:
                     names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
                 return Finding(kernels, "", tuple(names))

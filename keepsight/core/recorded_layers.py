@@ -16,7 +16,13 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import BLOCK, LaneBuffers, QueryRows, RowPadding
+from keepsight.core.kernels.attention import (
+    BLOCK,
+    LaneBuffers,
+    QueryRows,
+    RowPadding,
+    keys_read,
+)
 from keepsight.core.kernels.delta import BLOCK as RULE_BLOCK
 from keepsight.core.kernels.delta import GRID, DeltaHeads, OpenSequence, PlacedSequence
 from keepsight.core.kernels.passes import attention_here
@@ -59,7 +65,10 @@ def mixers_of(lane: Lane) -> dict[int, MixerLayer]:
 
 def open_block(runs: Sequence[Decoded], count: int) -> int | None:
     """Where the open blocks of the rules begin; a list is valid for one such place. None if a step
-    does more than extend them; then the model runs it."""
+    does more than extend them, or its tokens read different numbers of keys; then the model runs
+    it."""
+    if count > 1 and not all(_reads_at_once(run.lane, count) for run in runs):
+        return None
     mixers = mixers_of(runs[0].lane).values()
     if len(runs) > 1:
         return None if mixers else 0
@@ -68,6 +77,18 @@ def open_block(runs: Sequence[Decoded], count: int) -> int | None:
         return None
     rules = {mixer.sequence.block for mixer in mixers if mixer.sequence is not None}
     return rules.pop() if rules else 0
+
+
+def _reads_at_once(lane: Lane, count: int) -> bool:
+    """Whether all tokens of a step read the same keys."""
+    sights = {layer.sight: layer for layer in layers_of(lane).values()}
+    first, last = lane.length, lane.length + count - 1
+    return all(_keys_read(one, first) == _keys_read(one, last) for one in sights.values())
+
+
+def _keys_read(layer: LaneLayer, place: int) -> tuple[int, int]:
+    """Where the keys that the token at a place reads begin and end."""
+    return keys_read(layer.first_seen_by(place) or 0, place + 1)
 
 
 def blocks_of(lane: Lane) -> int:
@@ -145,21 +166,20 @@ def _add_row(
 ) -> None:
     """Add the inputs of one sequence: the blocks that its new tokens see, their places in these
     blocks, and the masks."""
-    end = -(-(length + count) // BLOCK) * BLOCK
-    begins: dict[object, int] = {}
+    ranges: dict[object, tuple[int, int]] = {}
     for index, layer in layers.items():
         keys, values = rooms[index]
-        begin = begins.get(layer.sight)
-        if begin is None:
-            begin = begins[layer.sight] = (layer.first_seen_by(length) or 0) // BLOCK * BLOCK
+        if layer.sight not in ranges:
+            begin, _ = ranges[layer.sight] = _keys_read(layer, length)
             given["places", row, layer.sight] = torch.arange(length, length + count) - begin
+        begin, end = ranges[layer.sight]
         given["k", row, index] = keys[:, :, begin:end]
         given["v", row, index] = values[:, :, begin:end]
     for name in names or ():
         _, of, kind = name
         if isinstance(kind, _Seen) and of == row:
             layer = layers[kind.layer]
-            given[name] = _mask(layer, length, count, begins[layer.sight], end, kind)
+            given[name] = _mask(layer, length, count, *ranges[layer.sight], kind)
 
 
 @dataclass(frozen=True)

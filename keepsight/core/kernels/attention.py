@@ -1,10 +1,10 @@
 """Attention whose result for a row depends neither on the number of rows nor on the lane's length.
 
-Torch's kernel reads keys in blocks of 512, and computes a partial block differently from a whole
-one. So keys and values lie in buffers of whole blocks with zeros behind the end, and a numeric mask
-says which keys a row sees. Queries that share keys become rows of one call, padded to a multiple of
-a number found by trial; it depends on the processor and the width. On some processors each such
-multiple is a batch entry of its own.
+Torch's kernel may add in another order if it reads another number of keys. So how many it reads for
+a row follows from the last key that this row sees: keys and values lie in buffers with zeros behind
+the end, and a numeric mask says which keys a row sees. Rows that read the same keys go in one call,
+padded to a multiple of a number found by trial; it depends on the processor and the width. On some
+processors each such multiple is a batch entry of its own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,25 @@ from torch.nn import functional
 
 _plain = functional.scaled_dot_product_attention
 BLOCK = 512  # keys the kernel reads at a time
+_STEP, _FAR_STEP = 128, 256  # keys are read in multiples of these: near the first key, and far
+_FAR = 2048  # keys from which on few calls are worth more than few keys
 _QUERIES = 256  # rows per call, so that keys none of them sees are not read
+KEYS_READ = f"keys read by {_STEP}, from {_FAR} on by {_FAR_STEP}"  # in namespaces, also on disk
 _TRIED = 1100  # keys in a trial
 _PIECES = (
-    *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
-    *((513, 516), (600, 777), (777, 1100), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
+    *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (127, 128), (128, 129), (200, 203), (300, 301)),
+    *((380, 388), (509, 514), (511, 512), (512, 513), (513, 516), (600, 777), (700, 701)),
+    *((777, 1100), (890, 900), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
 )
 _WINDOWS = (64, 600)  # keys that rows of a trial see
 _AMPLIFIED = 3e4  # scores of a trial are rounding errors: at least this large, and distinct
+
+
+def keys_read(first: int, behind: int) -> tuple[int, int]:
+    """Which keys the kernel reads for a row that sees some from `first` on and none from `behind`
+    on. As nothing else decides this, the row's bits are the same in every pass."""
+    step = _STEP if behind <= _FAR else _FAR_STEP
+    return first // BLOCK * BLOCK, -(-behind // step) * step
 
 
 Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype
@@ -86,13 +97,12 @@ class _BufferedKeys:
 
 
 @dataclass(frozen=True, eq=False)
-class _Mask:
-    """What some rows of queries see, and the range of keys this takes."""
+class _Piece:
+    """Rows of queries that read the same keys, and the mask of what they see of these."""
 
-    given: torch.Tensor | None
-    values: torch.Tensor
-    begin: int
-    end: int
+    rows: slice
+    keys: slice
+    mask: torch.Tensor
 
 
 def plain(
@@ -103,7 +113,7 @@ def plain(
     scale: float | None,
     filling: RowPadding,
 ) -> torch.Tensor:
-    """Torch's own kernel, over whole blocks of keys and padded rows."""
+    """Torch's own kernel, over padded rows."""
     _, heads, count, width = query.shape
     if (own := value.shape[-1]) != width:  # MLA: torch's kernel for it adds in another order
         scale, wide = scale or width**-0.5, max(own, width)
@@ -166,7 +176,7 @@ class Attention:
         self._query_rows, self._doubts = query_rows, doubts
         self._held: dict[int, _BufferedKeys] = {}
         self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
-        self._masks: dict[tuple[object, ...], _Mask] = {}
+        self._pieces: dict[tuple[object, ...], tuple[torch.Tensor | None, list[_Piece]]] = {}
 
     def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
         """Note the buffers of the keys and values that the next attention call reads."""
@@ -246,88 +256,72 @@ class Attention:
         filling: RowPadding,
     ) -> torch.Tensor:
         _, heads, count, width = query.shape
-        group = heads // keys.shape[1]
-        pieces = []
-        for start in range(0, count, _QUERIES):
-            stop = min(start + _QUERIES, count)
-            rows = query[:, :, start:stop].reshape(1, keys.shape[1], -1, width)
+        view = mask, sees_all, count, length
+        found = []
+        for piece in self._pieces_of(view, heads // keys.shape[1], query.dtype, filling.step):
+            rows = query[:, :, piece.rows].reshape(1, keys.shape[1], -1, width)
             wanted = rows.shape[2]
-            step, dtype = filling.step, query.dtype
-            seen = self._mask(mask, sees_all, count, start, stop, length, group, dtype, step)
             if missing := filling.fill(wanted) - wanted:
                 rows = functional.pad(rows, (0, 0, 0, missing))
-            seen_keys, seen_values = (x[:, :, seen.begin : seen.end] for x in (keys, values))
-            found = plain(rows, seen_keys, seen_values, seen.values, scale, filling)
-            pieces.append(found[:, :, :wanted].reshape(1, heads, stop - start, -1))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+            seen_keys, seen_values = (x[:, :, piece.keys] for x in (keys, values))
+            rows = plain(rows, seen_keys, seen_values, piece.mask, scale, filling)
+            found.append(rows[:, :, :wanted].reshape(1, heads, wanted * keys.shape[1] // heads, -1))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
-    def _mask(
-        self,
-        given: torch.Tensor | None,
-        sees_all: bool,
-        count: int,
-        start: int,
-        stop: int,
-        length: int,
-        group: int,
-        dtype: torch.dtype,
-        step: int,
-    ) -> _Mask:
-        name = (id(given), sees_all, count, start, length, group, dtype, step)
-        known = self._masks.get(name)
-        if known is None or known.given is not given:
-            known = self._masks[name] = _make_mask(
-                given, sees_all, count, start, stop, length, group, dtype, step
-            )
-        return known
+    def _pieces_of(self, view: _View, group: int, dtype: torch.dtype, step: int) -> list[_Piece]:
+        given = view[0]
+        name = (id(given), *view[1:], group, dtype, step)
+        known = self._pieces.get(name)
+        if known is None or known[0] is not given:
+            known = self._pieces[name] = given, _cut(view, group, dtype, step)
+        return known[1]
 
 
-def _make_mask(
-    given: torch.Tensor | None,
-    sees_all: bool,
-    count: int,
-    start: int,
-    stop: int,
-    length: int,
-    group: int,
-    dtype: torch.dtype,
-    step: int,
-) -> _Mask:
-    begin = 0
-    if given is None:
-        last = length if sees_all else length - count + stop
-        end = -(-last // BLOCK) * BLOCK
-        places = torch.arange(end)
-        behind = torch.arange(length - count + start, length - count + stop) + 1
-        if sees_all:
-            behind = torch.full_like(behind, length)
-        values = torch.zeros(stop - start, end, dtype=dtype)
-        values.masked_fill_(places[None] >= behind[:, None], float("-inf"))
-    else:
-        values, begin, end = _numeric_mask(given, start, stop, length, dtype)
-    values = values.repeat(group, 1)
-    if missing := -len(values) % step:
-        values = functional.pad(values, (0, 0, 0, missing))
-    return _Mask(given, values[None, None], begin, end)
+# The mask given, whether all keys are seen without one, and the numbers of rows and of keys.
+_View = tuple[torch.Tensor | None, bool, int, int]
 
 
-def _numeric_mask(
-    given: torch.Tensor, start: int, stop: int, length: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, int, int]:
-    """A mask made by the model, as numbers over whole blocks, and the range of keys it covers."""
-    rows = given[0, 0, start:stop, :length]
+def _cut(view: _View, group: int, dtype: torch.dtype, step: int) -> list[_Piece]:
+    """Cut rows of queries into pieces that read the same keys."""
+    given, sees_all, count, length = view
+    values, seen = (None, None) if given is None else _numeric(given[0, 0, :, :length], dtype)
+    firsts = [0] * count
+    behind = [length] * count if sees_all else list(range(length - count + 1, length + 1))
+    if seen is not None:
+        firsts = _first(seen).tolist()
+        behind = [length - skipped for skipped in _first(seen.flip(-1)).tolist()]
+    read = [keys_read(*both) for both in zip(firsts, behind, strict=True)]
+    pieces, start = [], 0
+    for stop in range(1, count + 1):
+        if stop < count and read[stop] == read[start] and stop - start < _QUERIES:
+            continue
+        begin, end = read[start]
+        if values is None:
+            places, own = torch.arange(end), torch.tensor(behind[start:stop])
+            mask = torch.zeros(stop - start, end, dtype=dtype)
+            mask.masked_fill_(places[None] >= own[:, None], -torch.inf)
+        else:
+            mask = values[start:stop, begin:end]
+            if end > length:
+                mask = functional.pad(mask, (0, end - length), value=-torch.inf)
+        mask = mask.repeat(group, 1)
+        if missing := -len(mask) % step:
+            mask = functional.pad(mask, (0, 0, 0, missing))
+        pieces.append(_Piece(slice(start, stop), slice(begin, end), mask[None, None]))
+        start = stop
+    return pieces
+
+
+def _numeric(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask made by the model, as numbers to add, and which keys are seen."""
     if rows.dtype == torch.bool:
-        seen = rows
-        rows = torch.zeros(rows.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-    else:
-        seen = rows > torch.finfo(rows.dtype).min
-        rows = rows.to(dtype)
-    places = seen.any(0).nonzero()
-    begin = int(places[0]) // BLOCK * BLOCK
-    end = -(-(int(places[-1]) + 1) // BLOCK) * BLOCK
-    if end > length:
-        rows = functional.pad(rows, (0, end - length), value=float("-inf"))
-    return rows[:, begin:end].contiguous(), begin, end
+        return torch.zeros(rows.shape, dtype=dtype).masked_fill_(~rows, -torch.inf), rows
+    return rows.to(dtype), rows > torch.finfo(rows.dtype).min
+
+
+def _first(found: torch.Tensor) -> torch.Tensor:
+    """The place of the first True in the last dimension."""
+    return found.to(torch.uint8).argmax(-1)
 
 
 def _padding_for(heads: Heads, windows: bool) -> RowPadding | None:
