@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import functools
+
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -43,18 +46,21 @@ def build(service: Service) -> ASGIApp:
         version=__version__,
         description=_ABOUT,
         redoc_url=None,
-        openapi_url="/openapi.json",
+        openapi_url=None,
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         dependencies=[Depends(_only_known)],
     )
-    for room in (chat_api, responses_api, files_api, cache_api, keep_api):
-        app.include_router(room.routes(service), responses=_REFUSALS)
+    routers = [
+        room.routes(service) for room in (chat_api, responses_api, files_api, cache_api, keep_api)
+    ]
+    for router in routers:
+        app.include_router(router, responses=_REFUSALS)
     app.include_router(site.routes())
     _plain_routes(app, service)
-    app.openapi_schema = _schema(app, service.model.name)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
-    paths = {"/", *site.FILES, "/docs", "/openapi.json", *app.openapi()["paths"]}
+    known = [*app.routes, *(route for router in routers for route in router.routes)]
+    paths = {"/", *site.FILES, "/docs", *(one.path for one in known if isinstance(one, APIRoute))}
     outer: ASGIApp = RequestMiddleware(app, service, paths)
     if service.config.allow_origin:
         outer = CORSMiddleware(
@@ -87,6 +93,12 @@ def _schema(app: FastAPI, model: str) -> Record:
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
+    schema = functools.cache(lambda: _schema(app, service.model.name))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:  # in a thread: the first call takes longer than a token
+        return JSONResponse(schema())
+
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:
         """Whether the server accepts requests."""
