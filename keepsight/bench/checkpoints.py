@@ -64,6 +64,7 @@ class Size:
     tower: int
     depth: int
     vocabulary: int
+    stored: str = "float32"
 
     @property
     def scale(self) -> int:
@@ -75,6 +76,7 @@ SIZES = {
     "tiny": Size(64, 4, 4, 16, 64, 3, 1024),  # for a smoke run
     "small": Size(768, 12, 8, 128, 384, 8, 8000),  # about 0.13 B
     "base": Size(1536, 20, 12, 128, 768, 16, 8000),  # about 0.7 B
+    "large": Size(2304, 28, 16, 128, 1024, 24, 8000, "bfloat16"),  # about 2 B
 }
 
 
@@ -244,7 +246,7 @@ def _build(shape: Architecture, size: Size, folder: Path) -> None:
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
     tokenizer.save_pretrained(folder)
     _write_processor(shape, folder)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, size.stored)).save_pretrained(folder)
 
 
 def _wake(model: torch.nn.Module) -> None:

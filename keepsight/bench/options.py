@@ -15,7 +15,7 @@ from typing import TypeAlias
 QUICK = ("W1", "W5")  # the default workloads of --quick
 WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart", "roofline")
 SHAPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")  # those of `checkpoints.SHAPES`
-SIZES = ("tiny", "small", "base")  # those of `checkpoints.SIZES`
+SIZES = ("tiny", "small", "base", "large")  # those of `checkpoints.SIZES`
 _ABOUT = """Measure Keepsight against stock Transformers and the limit.
 
 It builds a random-weight checkpoint, or takes a model that is named (an exported one too), runs the
