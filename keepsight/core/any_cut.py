@@ -29,6 +29,7 @@ from keepsight.core.graph_trial import GraphTrial, equal, states_of, tokens_of
 from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
+from keepsight.core.kernels.few_rows import fewest_rows
 from keepsight.core.kernels.linear import Linears, kernels_for, rows_agree
 from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
@@ -185,12 +186,17 @@ class AnyCut:
             batch.step([int(ids[0])] * _TOGETHER)
 
     def stats(self) -> Record:
-        """Bytes of packed copies, and the number of decoded steps that ran as a recorded list since
-        the model last changed."""
+        """Bytes of packed copies, the fewest rows of their calls, and the number of decoded steps
+        that ran as a recorded list since the model last changed."""
         # Copy both: another thread may be adding to them.
         kernels = [known.kernels for known in list(self._found.values()) if known.kernels]
         ran = sum(step.ran for one in kernels for step in list(one.steps.values()))
-        return {"packed_bytes": self.packing.nbytes, "recorded_steps": ran}
+        few = max((one.linears.few for one in kernels), default=1)
+        return {
+            "packed_bytes": self.packing.nbytes,
+            "fewest_rows": few,
+            "recorded_steps": ran,
+        }
 
     def _name(self, environment: Record) -> str:
         """The name of a finding: everything it depends on except the machine."""
@@ -283,6 +289,8 @@ class AnyCut:
                 if why := self._fails(kernels):
                     return Finding(None, why + self._advice(why, kernels))
                 linears.is_watched = False
+                packed = dict.fromkeys(self.packing.packed.values())
+                linears.few = fewest_rows(packed, linears.rows)
                 rows = kernels.linears.rows.items()
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
                 fillings = kernels.query_rows.fillings.items()

@@ -49,15 +49,17 @@ class Rows:
         """All usable numbers of rows."""
         return [c for c in COUNTS if self.least <= c <= self.most and c % self.step == 0]
 
-    def run(self, function: OfRows, rows: torch.Tensor) -> torch.Tensor:
-        """Call a function of rows with any number of them."""
+    def run(self, function: OfRows, rows: torch.Tensor, few: int = 1) -> torch.Tensor:
+        """Call a function of rows with any number of them; `few` is the smallest worth a call."""
         count = len(rows)
         if count > self.most:
             return torch.cat([self.run(function, piece) for piece in rows.split(self.most)])
-        missing = self.fill(count) - count
-        if missing:
-            return function(functional.pad(rows, (0, 0, 0, missing)))[:count]
-        return function(rows)
+        wanted = self.fill(max(count, few))
+        if count == wanted:
+            return function(rows)
+        if count == 1:  # to repeat it takes less time than to pad it
+            return function(rows.expand(wanted, -1).contiguous())[:1]
+        return function(functional.pad(rows, (0, 0, 0, wanted - count)))[:count]
 
 
 @functools.cache
@@ -86,6 +88,7 @@ class Linears:
         self.rows: dict[Shape, Rows | None] = {}
         self._tried = tried or {}  # shapes tried earlier
         self.doubts: list[str] = []
+        self.few = 1  # calls of packed layers with fewer rows take longer
         self.is_watched = False  # whether to check that inputs stay unchanged
         self._packed = packed
         self._held: _NotCalledYet | None = None
@@ -121,7 +124,7 @@ class Linears:
             result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
         else:
             packed = known
-            result = rule.run(lambda rows: packed.run(rows, bias), flat)
+            result = rule.run(lambda rows: packed.run(rows, bias), flat, self.few)
         return result.view(*input.shape[:-1], out)
 
     def _piece(
@@ -223,6 +226,12 @@ class Packed:
     def out(self) -> int:
         """The number of outputs of all layers."""
         return sum(len(weight) for weight in self.weights)
+
+    @property
+    def shape(self) -> Shape:
+        """What decides which numbers of rows give equal bits."""
+        weight, biased = self.weights[0], self.bias is not None
+        return self.out, weight.shape[1], weight.dtype, biased, self.kernel
 
     @functools.cached_property
     def nbytes(self) -> int:

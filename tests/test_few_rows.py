@@ -1,0 +1,111 @@
+"""The fewest rows of a call: chosen by time where weights are large, and without effect on bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import picture, turn
+from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, steps
+
+import keepsight as ks
+from keepsight.core import any_cut
+from keepsight.core.kernels import few_rows
+from keepsight.core.kernels.few_rows import NUMBERS, fewest_rows
+from keepsight.core.kernels.linear import ONEDNN, Packed, Rows, kernels_for
+from keepsight.scheduler import Together
+
+pytestmark = [
+    pytest.mark.tries_anew,
+    pytest.mark.skipif(not kernels_for(torch.float32), reason="this torch packs no weights"),
+]
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+CHATS = [[turn("What is it?", picture(1))], [turn("Only words here. " * 30)]]
+__all__ = ["at_once"]
+
+
+def few(vlm: ks.VLM) -> int:
+    kernels = vlm.runtime.finding.kernels
+    assert kernels is not None
+    return kernels.linears.few
+
+
+def packed() -> tuple[Packed, dict[Any, Rows | None]]:
+    layer = Packed.of([torch.nn.Linear(64, 32)], ONEDNN)
+    return layer, {layer.shape: Rows()}
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ((10, 12, 8, 9), 4),
+        ((10, 9.7, 9.6, 9.55), 1),  # not worth it
+        ((10, 9, 8.8, 12), 2),  # four are no more than a little better than two
+        ((10, 9, 8, 7), 8),
+    ],
+)
+def test_the_fastest_number_is_chosen(
+    times: tuple[float, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, rules = packed()
+    monkeypatch.setattr(few_rows, "_CACHED", 0)
+    given = dict(zip(NUMBERS, times, strict=True))
+    monkeypatch.setattr(few_rows, "_seconds", lambda layers, number: given[number])
+    assert fewest_rows([layer], rules) == chosen
+
+
+def test_small_weights_and_shapes_without_a_rule_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, rules = packed()
+    with monkeypatch.context() as patch:
+        patch.setattr(few_rows, "_seconds", lambda layers, number: pytest.fail("timed"))
+        assert fewest_rows([layer], rules) == 1
+        patch.setattr(few_rows, "_CACHED", 1)
+        assert fewest_rows([layer], {}) == fewest_rows([layer], {layer.shape: None}) == 1
+    monkeypatch.setattr(few_rows, "_CACHED", 0)
+    assert fewest_rows([layer], rules) in NUMBERS  # really timed
+
+
+@pytest.mark.parametrize("number", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_bits_are_the_same_for_every_number(
+    kind: str, dtype: torch.dtype, number: int, monkeypatch: pytest.MonkeyPatch, at_once: None
+) -> None:
+    """Decoded by the model and by lists, alone and together."""
+    model, processor = build(kind, dtype)
+    with by_the_model(), ks.wrap(model, processor, pack=True) as vlm:
+        assert few(vlm) == 1
+        wanted = [logits(vlm, some_ids(count)) for count in (40, 131)]
+        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+    monkeypatch.setattr(any_cut, "fewest_rows", lambda packed, rules: number)
+    with ks.wrap(model, processor, pack=True) as vlm, Together(vlm) as together:
+        assert few(vlm) == number == vlm.stats()["engine"]["fewest_rows"]
+        found = [logits(vlm, some_ids(count)) for count in (40, 131)]
+        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+        with vlm.runtime.lock:
+            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
+        assert [one.result().tokens for one in asked] == alone
+        assert any(step.ran for step in steps(vlm).values()), steps(vlm)
+
+
+def test_the_number_is_kept_in_the_store_and_changes_no_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = build("qwen3_vl")
+    monkeypatch.setattr(any_cut, "fewest_rows", lambda packed, rules: 4)
+    with ks.wrap(model, processor, store=tmp_path, pack=True) as vlm:
+        first = vlm.chat(CHATS[0], **GREEDY)
+        names = vlm.runtime.finding.names
+        vlm.flush()
+    monkeypatch.setattr(any_cut, "fewest_rows", lambda packed, rules: pytest.fail("timed again"))
+    with ks.wrap(model, processor, store=tmp_path, pack=True) as vlm:
+        assert few(vlm) == 4
+        again = vlm.chat(CHATS[0], **GREEDY)
+        assert again.tokens == first.tokens and again.report.cached_tokens
+    monkeypatch.setattr(any_cut, "fewest_rows", lambda packed, rules: 1)
+    with ks.wrap(model, processor, pack=True) as vlm:
+        assert few(vlm) == 1 and vlm.runtime.finding.names == names
