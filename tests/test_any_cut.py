@@ -670,6 +670,8 @@ def test_a_function_of_numbers_does_not_depend_on_how_many_there_are(
 def test_rows_are_filled_up() -> None:
     assert [Rows(4, 4).fill(n) for n in (1, 4, 5, 8)] == [4, 4, 8, 8]
     assert [Rows(2).fill(n) for n in (1, 2, 3)] == [2, 2, 3]
+    assert [Rows().fill(n) for n in (33, 52, 101, 130)] == [36, 52, 104, 144]
+    assert [Rows(fine=False).fill(n) for n in (33, 52, 101, 130)] == [64, 64, 128, 160]
 
 
 def test_a_cancelled_answer_keeps_what_stands() -> None:

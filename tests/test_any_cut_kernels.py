@@ -6,6 +6,7 @@ Libraries are replaced by some that round otherwise where a machine at hand does
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,6 +48,27 @@ def test_numbers_of_rows_that_were_not_tried_are_not_used(monkeypatch: Any) -> N
         for count in [*range(1, 530), 1000, 1024, 2048, 5000]:
             assert len(layer(torch.randn(count, 64), weight, None)) == count
     assert sizes == tried
+
+
+@pytest.mark.tries_anew
+@pytest.mark.parametrize("odd", [52, 104, 240])
+def test_a_kernel_that_adds_in_another_order_between_the_usual_numbers(
+    monkeypatch: Any, odd: int
+) -> None:
+    """The usual ones are then used, and few rows still need no more."""
+
+    def moody(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if len(rows) == odd:
+            rows, weight = rows.flip(-1), weight.flip(-1)
+        return plain(rows, weight, bias)
+
+    with torch.inference_mode():
+        usual = rows_of(SHAPE)
+        monkeypatch.setattr(linear, "_plain", moody)
+        rule = rows_of(SHAPE)
+    assert usual is not None and usual.fine
+    assert rule == dataclasses.replace(usual, fine=False)
+    assert odd not in {rule.fill(count) for count in range(1, 513)}
 
 
 @pytest.mark.tries_anew

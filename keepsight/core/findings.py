@@ -94,16 +94,18 @@ def _key(name: str) -> str:
 def _lines(rules: Rules) -> list[list[object]]:
     lines = []
     for (out, width, dtype, biased, kernel), rule in rules.items():
-        own = [None] * 3 if rule is None else [rule.least, rule.step, rule.most]
+        own = [None] * 4 if rule is None else [rule.least, rule.step, rule.most, rule.fine]
         lines.append([out, width, str(dtype), biased, kernel, *own])
     return sorted(lines, key=str)
 
 
 def _rules(lines: list[list[object]]) -> Rules:
     found: Rules = {}
-    for out, width, dtype, biased, kernel, least, step, most in lines:
-        own = (least, step, most)
-        rule = None if own == (None, None, None) else Rows(*map(_count, own))
+    for out, width, dtype, biased, kernel, *own in lines:
+        rule = None
+        if own != [None] * 4:
+            least, step, most, fine = own
+            rule = Rows(_count(least), _count(step), _count(most), bool(fine))
         if rule is not None and rule not in CANDIDATES:
             raise ValueError(f"{rule} is no rule")
         shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), _text(kernel))

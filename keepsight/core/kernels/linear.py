@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -17,8 +17,11 @@ from torch.nn import functional
 
 _plain = functional.linear
 _ROWS = 512  # rows per call: kernels of large matrices change the order again
-# Only these numbers of rows are used: 11 rows are padded to twelve.
-COUNTS: tuple[int, ...] = (*range(1, 9), *range(12, 33, 4), *range(64, _ROWS + 1, 32))
+# Only these numbers of rows are used: 11 rows are padded to twelve. Where the numbers in between
+# give the same bits too, 101 rows are padded to 104.
+COARSE: tuple[int, ...] = (*range(1, 9), *range(12, 33, 4), *range(64, _ROWS + 1, 32))
+_BETWEEN = (*range(36, 64, 4), *range(72, 128, 8), *range(144, 256, 16))
+FINE = tuple(sorted({*COARSE, *_BETWEEN}))
 _FEW = 32  # rows that are tried at more places
 _NARROW = 32  # numbers that are added
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of this many
@@ -33,21 +36,23 @@ OfRows = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Rows:
     """Numbers of rows that give equal bits: at least `least`, a multiple of `step`, `most` per
-    call."""
+    call; all of `FINE`, or of `COARSE` only."""
 
     least: int = 1
     step: int = 1
     most: int = _ROWS
+    fine: bool = True
 
     def fill(self, rows: int) -> int:
         """The smallest usable number of rows for one call."""
-        found: int = _padded(self.least, self.step, rows)
+        found: int = _padded(self.least, self.step, self.fine, rows)
         return found
 
     @property
     def counts(self) -> list[int]:
         """All usable numbers of rows."""
-        return [c for c in COUNTS if self.least <= c <= self.most and c % self.step == 0]
+        known = FINE if self.fine else COARSE
+        return [c for c in known if self.least <= c <= self.most and c % self.step == 0]
 
     def run(self, function: OfRows, rows: torch.Tensor, few: int = 1) -> torch.Tensor:
         """Call a function of rows with any number of them; `few` is the smallest worth a call."""
@@ -63,18 +68,20 @@ class Rows:
 
 
 @functools.cache
-def _padded(least: int, step: int, rows: int) -> int:
-    return min(c for c in COUNTS if c >= max(least, rows) and c % step == 0)
+def _padded(least: int, step: int, fine: bool, rows: int) -> int:
+    known = FINE if fine else COARSE
+    return min(c for c in known if c >= max(least, rows) and c % step == 0)
 
 
 # First the row counts at which reading weights dominates, then those that add to the work of a
 # token. With many rows another kernel may run, so the largest counts are dropped first.
 _SMALL = ((1, 1), (2, 1), (4, 1), (4, 4), (8, 8), (16, 16))
-CANDIDATES = (
+_FIRST = (
     *(Rows(least, step, most) for most in (_ROWS, _ROWS // 2) for least, step in _SMALL),
     *(Rows(most=_FEW), Rows(2, 2, _FEW)),  # matrix units (AMX) take this many in one way
     *(Rows(32), Rows(64), Rows(128), Rows(64, 64, 64)),
 )
+CANDIDATES = tuple(replace(rule, fine=fine) for rule in _FIRST for fine in (True, False))
 
 
 class Linears:

@@ -108,7 +108,12 @@ class Packing:
                 found[kernel] = rule
             if rule == Rows():
                 return kernel
-        return min(found, key=lambda kernel: (found[kernel].step, found[kernel].least), default="")
+        return min(found, key=lambda one: _padding(found[one]), default="")
+
+
+def _padding(rule: Rows) -> tuple[int, int, bool]:
+    """Greater for rules that pad more."""
+    return rule.step, rule.least, not rule.fine
 
 
 def groups_in(module: torch.nn.Module) -> Iterator[Group]:
