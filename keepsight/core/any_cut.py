@@ -128,7 +128,11 @@ class AnyCut:
         if name not in self._found:
             while len(self._found) >= _MOST:
                 self._found.pop(next(iter(self._found)))
-            self._found[name] = self._recalled(name) or self._tried(name, environment)
+            found = self._recalled(name) or self._tried(name, environment)
+            self._found[name] = found
+            if found.kernels is not None:  # never from a store: the machine may have been busy
+                linears = found.kernels.linears
+                linears.few = fewest_rows(self.packing.packed.values(), linears.rows)
         found = self._found[name]
         if found.kernels is not None and (doubts := self._doubts(found.kernels)):
             found = self._found[name] = Finding(None, doubts[0])
@@ -289,8 +293,6 @@ class AnyCut:
                 if why := self._fails(kernels):
                     return Finding(None, why + self._advice(why, kernels))
                 linears.is_watched = False
-                packed = dict.fromkeys(self.packing.packed.values())
-                linears.few = fewest_rows(packed, linears.rows)
                 rows = kernels.linears.rows.items()
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
                 fillings = kernels.query_rows.fillings.items()

@@ -64,7 +64,6 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
         query_rows = QueryRows(bool(note["windows"]), _paddings(note["heads"]))
         kernels = Kernels(Linears(packed), query_rows, in_graphs=bool(note["in graphs"]))
         kernels.linears.rows.update(_rules(note["rows"]))
-        kernels.linears.few = _count(note["few"])
         names = tuple(_text(one) for one in note["names"])
     except (KeyError, TypeError, ValueError):
         return None
@@ -78,7 +77,6 @@ def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> N
     found = finding.kernels
     note: Record = {"why": finding.why, "names": list(finding.names), "packing": _lines(packing)}
     note["rows"] = [] if found is None else _lines(found.linears.rows)
-    note["few"] = 1 if found is None else found.linears.few
     note["in graphs"] = found is not None and found.in_graphs
     known = QueryRows() if found is None else found.query_rows
     note["windows"] = known.windows

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+import torch
+
 from keepsight.core.kernels.linear import Packed, Rows, Shape
 
 NUMBERS = (1, 2, 4, 8)
@@ -25,7 +27,7 @@ _Layer = tuple[Packed, Rows]
 def fewest_rows(packed: Iterable[Packed], rules: Mapping[Shape, Rows | None]) -> int:
     """The fewest rows that are worth a call of these layers."""
     layers, read = [], 0
-    for one in packed:
+    for one in dict.fromkeys(packed):  # layers that read one input share a copy
         rule = rules.get(one.shape)
         if rule is not None and read < _READ:
             layers.append((one, rule))
@@ -45,6 +47,7 @@ def _fastest(layers: list[_Layer]) -> int:
     return best
 
 
+@torch.no_grad()
 def _seconds(layers: list[_Layer], number: int) -> float:
     """The time of one row through all layers, with at least this number of rows in a call."""
     start = time.perf_counter()
