@@ -55,7 +55,7 @@ def pytest_collection_finish() -> None:
     """The million objects of torch and Transformers are looked at by no collection any more."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 50)
+    gc.set_threshold(700, 10, 50)  # models of tests are few bytes, and a look at all takes 0.1 s
 
 
 def pytest_unconfigure() -> None:

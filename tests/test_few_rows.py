@@ -81,8 +81,16 @@ def test_bits_are_the_same_for_every_number(
         assert few(vlm) == 1
         wanted = [logits(vlm, some_ids(count)) for count in (40, 131)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+    called: set[int] = set()
+    run = Packed.run
+
+    def counted(self: Packed, rows: torch.Tensor, bias: Any) -> torch.Tensor:
+        called.add(len(rows))
+        return run(self, rows, bias)
+
     monkeypatch.setattr(any_cut, "fewest_rows", lambda packed, rules: number)
     with ks.wrap(model, processor, pack=True) as vlm, Together(vlm) as together:
+        monkeypatch.setattr(Packed, "run", counted)
         assert few(vlm) == number == vlm.stats()["engine"]["fewest_rows"]
         found = [logits(vlm, some_ids(count)) for count in (40, 131)]
         assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
@@ -90,6 +98,7 @@ def test_bits_are_the_same_for_every_number(
             asked = [together.submit(chat, **GREEDY) for chat in CHATS]
         assert [one.result().tokens for one in asked] == alone
         assert any(step.ran for step in steps(vlm).values()), steps(vlm)
+    assert min(called) == number
 
 
 def test_each_process_times_anew_and_the_number_changes_no_namespace(

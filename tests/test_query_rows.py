@@ -6,6 +6,7 @@ only. Both are made up here, whatever this machine does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ def picky(multiple: int, widths: tuple[int, ...] = ()) -> Any:
         return plain(query, key, value, attn_mask=attn_mask, scale=scale)
 
     return run
+
+
+def turned(monkeypatch: pytest.MonkeyPatch, by: Callable[[Any, Any], int]) -> None:
+    """Make the kernel add in another order for every number of rows, or of keys."""
+    plain = attention._plain
+
+    def run(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
+        places = by(query, key) % query.shape[-1]
+        query, key = query.roll(places, -1), key.roll(places, -1)
+        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(attention, "_plain", run)
 
 
 def fillings(vlm: ks.VLM) -> set[RowPadding | None]:
@@ -77,14 +90,7 @@ def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
 ) -> None:
     """As some processors with AVX2: any two numbers of rows may be added in two orders, so blocks
     of one number lie side by side as sequences of a batch do."""
-    plain = attention._plain
-
-    def counting(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
-        turn_by = query.shape[-2] // 16 % query.shape[-1]
-        query, key = query.roll(turn_by, -1), key.roll(turn_by, -1)
-        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
-
-    monkeypatch.setattr(attention, "_plain", counting)
+    turned(monkeypatch, lambda query, key: query.shape[-2] // 16)
     model, processor = build("qwen3_vl", dtype)
     with by_the_model(), ks.wrap(model, processor) as vlm:
         assert {how.apart for how in fillings(vlm) if how is not None} == {True}
@@ -100,16 +106,11 @@ def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
         assert any(step.ran for step in steps(vlm).values()), steps(vlm)
 
 
-def counting_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the kernel add in another order for every number of keys."""
-    plain = attention._plain
-
-    def counting(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
-        turn_by = key.shape[-2] // 128 % query.shape[-1]
-        query, key = query.roll(turn_by, -1), key.roll(turn_by, -1)
-        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
-
-    monkeypatch.setattr(attention, "_plain", counting)
+def test_calls_as_long_as_they_get_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind 2,048 keys calls have twice the rows of those before, and may take another kernel."""
+    turned(monkeypatch, lambda query, key: query.shape[-2] > 2 * 128)
+    rule = QueryRows().of((4, 2, 16, torch.float32))
+    assert rule is None or rule.apart, rule
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,11 @@ def test_a_recorded_step_whose_tokens_read_different_keys(
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "sliding", "qwen3_5"])
 def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
-    kind: str, monkeypatch: pytest.MonkeyPatch, at_once: None
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One pass, pieces that end anywhere, single steps, lists and several conversations."""
-    counting_keys(monkeypatch)
+    """One pass, pieces that end anywhere, single steps and several conversations, with a kernel
+    that adds in another order for every number of keys."""
+    turned(monkeypatch, lambda query, key: key.shape[-2] // 128)
     model, processor = build(kind)
     with by_the_model(), ks.wrap(model, processor) as vlm:
         assert vlm.stats()["engine"]["any_cut"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -14,6 +16,7 @@ from PIL import Image
 from server_harness import QUESTION, Live, asked, live, png, scene, uri
 
 import keepsight as ks
+from keepsight.server import app
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +316,23 @@ def test_models_health_metrics_schema(server: Live, client: openai.OpenAI) -> No
     fields = server.call("/openapi.json")[1]["components"]["schemas"]["ChatRequest"]["properties"]
     assert fields["audio"]["description"] == "Refused: answers are text."
     assert server.call("/")[0] == 200
+
+
+def test_a_schema_that_several_ask_for_at_once_is_made_once(
+    demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    schema = app._schema
+
+    def slowly(*given: Any) -> Any:
+        made.append("once")
+        time.sleep(0.3)
+        return schema(*given)
+
+    monkeypatch.setattr(app, "_schema", slowly)
+    with ks.wrap(*demo_parts["demo"]) as vlm, live(vlm) as fresh, ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(fresh.call, ["/openapi.json"] * 4))
+    assert [status for status, *_ in answers] == [200] * 4 and made == ["once"]
 
 
 def _metrics(server: Live) -> dict[str, float]:

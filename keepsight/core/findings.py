@@ -103,7 +103,7 @@ def _rules(lines: list[list[object]]) -> Rules:
         rule = None
         if own != [None] * 4:
             least, step, most, fine = own
-            rule = Rows(_count(least), _count(step), _count(most), bool(fine))
+            rule = Rows(_count(least), _count(step), _count(most), _flag(fine))
         if rule is not None and rule not in CANDIDATES:
             raise ValueError(f"{rule} is no rule")
         shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), _text(kernel))
@@ -130,6 +130,12 @@ def _text(given: object) -> str:
 def _count(given: object) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise ValueError(f"{given!r} is no count")
+    return given
+
+
+def _flag(given: object) -> bool:
+    if not isinstance(given, bool):
+        raise TypeError(f"{given!r} is neither true nor false")
     return given
 
 

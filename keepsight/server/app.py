@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from threading import Lock
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -93,11 +94,13 @@ def _schema(app: FastAPI, model: str) -> Record:
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
-    schema = functools.cache(lambda: _schema(app, service.model.name))
+    made, one_at_a_time = functools.cache(lambda: _schema(app, service.model.name)), Lock()
 
     @app.get("/openapi.json", include_in_schema=False)
     def openapi() -> JSONResponse:  # in a thread: the first call takes longer than a token
-        return JSONResponse(schema())
+        with one_at_a_time:  # two that make it would change what the other reads
+            schema = made()
+        return JSONResponse(schema)
 
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:

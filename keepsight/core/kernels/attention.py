@@ -22,12 +22,19 @@ _STEP, _FAR_STEP = 128, 256  # keys are read in multiples of these: near the fir
 _FAR = 2048  # keys from which on few calls are worth more than few keys
 _QUERIES = 256  # rows per call, so that keys none of them sees are not read
 KEYS_READ = f"keys read by {_STEP}, from {_FAR} on by {_FAR_STEP}"  # in namespaces, also on disk
-_TRIED = 1100  # keys in a trial
-_PIECES = (
-    *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (127, 128), (128, 129), (200, 203), (300, 301)),
-    *((380, 388), (509, 514), (511, 512), (512, 513), (513, 516), (600, 777), (700, 701)),
-    *((777, 1100), (890, 900), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
-)
+# Passes of a trial, and pieces of them that must be equal. The second is as long as calls are.
+_TRIED = {
+    (0, 1100): (
+        *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (127, 128), (128, 129), (200, 203)),
+        *((300, 301), (380, 388), (509, 514), (511, 512), (512, 513), (513, 516), (600, 777)),
+        *((700, 701), (777, 1100), (890, 900), (1023, 1024), (1024, 1025), (1090, 1100)),
+        *((1099, 1100),),
+    ),
+    (_FAR, _FAR + _QUERIES): (
+        *((_FAR, _FAR + 1), (_FAR + 3, _FAR + 60), (_FAR + 50, _FAR + 250)),
+        *((_FAR + 127, _FAR + 135), (_FAR + _QUERIES - 1, _FAR + _QUERIES)),
+    ),
+}
 _WINDOWS = (64, 600)  # keys that rows of a trial see
 _AMPLIFIED = 3e4  # scores of a trial are rounding errors: at least this large, and distinct
 
@@ -334,7 +341,7 @@ def _padding_for(heads: Heads, windows: bool) -> RowPadding | None:
     order = torch.randperm(width // 2, generator=generator)
 
     def noise(count: int, sign: int) -> torch.Tensor:
-        half = torch.randn(1, count, _TRIED, width // 2, generator=generator).to(dtype)
+        half = torch.randn(1, count, _FAR + _QUERIES, width // 2, generator=generator).to(dtype)
         odd = (0, width - 2 * (width // 2))
         return functional.pad(torch.cat([half, sign * half[..., order]], -1), odd)
 
@@ -357,13 +364,15 @@ def _pieces_are_equal(
     window: int | None,
     rows: QueryRows,
 ) -> bool:
-    wanted = _attend_some(query, key, value, 0, _TRIED, window, rows)
-    return all(
-        torch.equal(
-            _attend_some(query, key, value, start, stop, window, rows), wanted[:, :, start:stop]
-        )
-        for start, stop in _PIECES
-    )
+    def attended(start: int, stop: int) -> torch.Tensor:
+        return _attend_some(query, key, value, start, stop, window, rows)
+
+    for (first, last), pieces in _TRIED.items():
+        wanted = attended(first, last)
+        for start, stop in pieces:
+            if not torch.equal(attended(start, stop), wanted[:, :, start - first : stop - first]):
+                return False
+    return True
 
 
 def _attend_some(

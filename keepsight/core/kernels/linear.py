@@ -58,7 +58,7 @@ class Rows:
         """Call a function of rows with any number of them; `few` is the smallest worth a call."""
         count = len(rows)
         if count > self.most:
-            return torch.cat([self.run(function, piece) for piece in rows.split(self.most)])
+            return torch.cat([self.run(function, piece, few) for piece in rows.split(self.most)])
         wanted = self.fill(max(count, few))
         if count == wanted:
             return function(rows)
