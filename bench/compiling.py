@@ -29,7 +29,7 @@ from transformers import StaticCache
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.contestants import now
-from keepsight.core.state import Lane, Shape
+from keepsight.core.decoding.state import Lane, Shape
 from keepsight.models import loading
 
 FORMAT = 1

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from keepsight.core.sampling import check_length
+from keepsight.core.decoding.sampling import check_length
 from keepsight.errors import (
     FileError,
     InputError,

@@ -20,13 +20,11 @@ from keepsight import digests
 from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import DisplayedModel
-from keepsight.core.generate import Generated, generate
 from keepsight.core.in_thread import AsyncAnswers
 from keepsight.core.pins import clear, delete, pin, predict_report
 from keepsight.core.prepared import Prefix
-from keepsight.core.probe import settle, try_again
-from keepsight.core.question import user_turn
-from keepsight.core.render import Renderer
+from keepsight.core.rendering.question import user_turn
+from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import (
     RuntimeSettings,
@@ -35,8 +33,10 @@ from keepsight.core.settings import (
     chosen_store,
     tenant_name,
 )
-from keepsight.core.stock_generate import INSTALLING, InstalledGenerate, installed_in
-from keepsight.core.stock_inputs import stock_inputs
+from keepsight.core.stock.generate import Generated, generate
+from keepsight.core.stock.inputs import stock_inputs
+from keepsight.core.stock.installed import INSTALLING, InstalledGenerate, installed_in
+from keepsight.core.trials.probe import settle, try_again
 from keepsight.core.verify import Verification, verify
 from keepsight.errors import InputError, ModelError, UnsupportedInput
 from keepsight.formats.package import Package

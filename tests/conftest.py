@@ -97,9 +97,9 @@ def _equal_models_are_tried_once(
     """
     if request.node.get_closest_marker("tries_anew"):
         return
-    from keepsight.core.any_cut import AnyCut
     from keepsight.core.kernels import attention, linear, packing
     from keepsight.core.kernels.passes import Kernels
+    from keepsight.core.trials.any_cut import AnyCut
 
     try_model, try_shape = AnyCut._try, linear.rows_of
 

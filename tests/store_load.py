@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from keepsight import digests
-from keepsight.store import About, DiskStore, entryfile, folder
-from keepsight.store.catalogue import Catalogue
+from keepsight.store import About, DiskStore, entryfile
+from keepsight.store.folders import folder
+from keepsight.store.folders.catalogue import Catalogue
 
 SIZE = 700
 

@@ -23,11 +23,11 @@ from test_exact import Catch
 from torch.nn import functional
 
 import keepsight as ks
-from keepsight.core import doubtful
 from keepsight.core.kernels import attention, linear, passes
 from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Rows, has_bfloat16, rows_of
 from keepsight.core.kernels.packing import Packing
+from keepsight.core.trials import doubtful
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
 

@@ -16,11 +16,11 @@ from test_any_cut import ids_of, logits_of, wrapped
 from torch.nn import functional
 
 import keepsight as ks
+from keepsight.core.decoding.lane_layer import LaneLayer
 from keepsight.core.kernels import attention, linear
 from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Linears, Rows, kernels_for, rows_of
 from keepsight.core.kernels.packing import Packing, groups_in
-from keepsight.core.lane_layer import LaneLayer
 
 plain = linear._plain
 SHAPE = (64, 64, torch.float32, False, linear.PLAIN)

@@ -387,7 +387,7 @@ def test_chat_shows_no_control_characters_of_a_model(
     def hostile(self: Any, token: int) -> str:
         return "\x1b[2Jgone"
 
-    monkeypatch.setattr("keepsight.core.sampling.Detokenizer.push", hostile)
+    monkeypatch.setattr("keepsight.core.decoding.sampling.Detokenizer.push", hostile)
     said = run("chat", "demo", "--max-tokens", "2", given="Hello!\n").stdout
     assert "[2Jgone" in said and "\x1b" not in said
 

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core.control_tokens import rare_characters
-from keepsight.core.template import ChatTemplate
+from keepsight.core.rendering.control_tokens import rare_characters
+from keepsight.core.rendering.template import ChatTemplate
 from keepsight.errors import InputError
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "[INST]", "<image>", "<s>"]

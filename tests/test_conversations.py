@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import keepsight as ks
-from keepsight.core.conversations import EarlierPrompts, read_anew
-from keepsight.core.template import ChatTemplate
+from keepsight.core.rendering.conversations import EarlierPrompts, read_anew
+from keepsight.core.rendering.template import ChatTemplate
 from keepsight.kinds import Message
 
 WORDS = ("one", "two", "<|im_end|>", "x<", "1", "", " ", "é", "{{ 7 }}")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core import drafts
-from keepsight.core.drafts import NOTHING, DraftCounts, Drafts, EarlierAnswers, PassCosts
+from keepsight.core.decoding import drafts
+from keepsight.core.decoding.drafts import NOTHING, DraftCounts, Drafts, EarlierAnswers, PassCosts
 from keepsight.errors import InputError
 from keepsight.prefix.prompt import Prompt
 from keepsight.scheduler import Together

@@ -29,8 +29,8 @@ from tokenizers import (
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core import encodings, render
-from keepsight.core.encodings import Encodings, Seams
+from keepsight.core.rendering import encodings, render
+from keepsight.core.rendering.encodings import Encodings, Seams
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]"]
 BITS = [

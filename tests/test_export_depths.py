@@ -10,7 +10,7 @@ import torch
 from exported_models import exported, small, wrapped
 from models import build, folder_of, picture, stock_inputs, turn
 
-from keepsight.core.state import Lane, Shape
+from keepsight.core.decoding.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.export.graphs import tracing
 from keepsight.export.graphs.exporter import export

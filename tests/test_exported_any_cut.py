@@ -20,7 +20,7 @@ from test_exact import Catch
 from torch import Tensor
 
 import keepsight as ks
-from keepsight.core import graph_trial
+from keepsight.core.trials import graph_trial
 from keepsight.runtimes.onnx import OnnxSession
 from keepsight.scheduler import Together
 

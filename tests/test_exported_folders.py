@@ -21,7 +21,7 @@ from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.core import probe
+from keepsight.core.trials import probe
 from keepsight.errors import (
     DamagedFile,
     FileError,

@@ -11,10 +11,10 @@ from models import picture, turn
 from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, steps
 
 import keepsight as ks
-from keepsight.core import any_cut
 from keepsight.core.kernels import few_rows
 from keepsight.core.kernels.few_rows import NUMBERS, fewest_rows
 from keepsight.core.kernels.linear import ONEDNN, Packed, Rows, kernels_for
+from keepsight.core.trials import any_cut
 from keepsight.scheduler import Together
 
 pytestmark = [

@@ -11,9 +11,9 @@ import torch
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core import findings
-from keepsight.core.any_cut import AnyCut
 from keepsight.core.kernels import linear
+from keepsight.core.trials import findings
+from keepsight.core.trials.any_cut import AnyCut
 
 pytestmark = pytest.mark.tries_anew
 LOOK = [turn("Look.", picture(1))]
@@ -68,6 +68,13 @@ def test_why_it_does_not_hold_is_noted_too(tmp_path: Path, trials: list[str]) ->
     first, second = (ask(tmp_path, "llama4")[3] for _ in range(2))
     assert len(trials) <= 1 and not first["any_cut"]
     assert first["boundaries_because"] == second["boundaries_because"]
+
+
+def test_the_code_that_decides_a_trial_is_part_of_the_machine() -> None:
+    house = Path(ks.__file__).parent
+    names = {str(file.relative_to(house)) for file in findings.code_files(house)}
+    deciding = ["kernels/attention.py", "trials/any_cut.py", "decoding/recorded_steps.py"]
+    assert names >= {f"core/{name}" for name in deciding} | {"runtimes/modules.py"}
 
 
 def test_another_machine_and_other_code_try_anew(

@@ -117,6 +117,16 @@ def test_the_front_door_is_easy_to_read() -> None:
     assert len(entries) <= 25, "a new file belongs in a room"
 
 
+def test_a_folder_can_be_read_at_a_glance() -> None:
+    """A large room has rooms inside, each named by the room around it."""
+    for folder in (path for path in HOUSE.rglob("*") if path.is_dir()):
+        files = list(folder.glob("*.py"))
+        assert len(files) <= 30, f"{folder.relative_to(HOUSE)} has {len(files)} modules"
+        if files and folder.parent.parent == HOUSE:
+            about = ast.get_docstring(tree(folder.parent / "__init__.py")) or ""
+            assert f"`{folder.name}`" in about, f"{folder.parent.name} does not name {folder.name}"
+
+
 def modules() -> dict[str, Path]:
     names = {p: ".".join(p.relative_to(HOUSE).with_suffix("").parts) for p in FILES}
     return {name.removesuffix(".__init__"): path for path, name in names.items()}

@@ -12,11 +12,11 @@ from models import build, picture, turn
 
 import keepsight as ks
 from keepsight.core import engine
-from keepsight.core.graph_trial import equal, states_of
-from keepsight.core.joint_prefill import SHORT
-from keepsight.core.lane_batch import LaneBatch
-from keepsight.core.lane_layer import LaneLayer
-from keepsight.core.lanes import restore
+from keepsight.core.decoding.joint_prefill import SHORT
+from keepsight.core.decoding.lane_batch import LaneBatch
+from keepsight.core.decoding.lane_layer import LaneLayer
+from keepsight.core.decoding.lanes import restore
+from keepsight.core.trials.graph_trial import equal, states_of
 from keepsight.core.turn import Turn
 from keepsight.prefix.match import Match
 from keepsight.scheduler import Together

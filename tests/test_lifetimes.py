@@ -28,8 +28,9 @@ from keepsight.core.call import Call
 from keepsight.encode.documents import PDFIUM, _Document
 from keepsight.encode.run import Ahead
 from keepsight.scheduler import Together
-from keepsight.store import DiskStore, folder, open_store
-from keepsight.store.remote import RemoteStore
+from keepsight.store import DiskStore, open_store
+from keepsight.store.addresses.remote import RemoteStore
+from keepsight.store.folders import folder
 from keepsight.system import lock as locks
 from keepsight.system.lock import FairLock
 
@@ -306,7 +307,7 @@ _UNFINISHED = """
 import json, sys, threading, time, torch
 from models import picture, turn
 import keepsight as ks
-from keepsight.store import folder
+from keepsight.store.folders import folder
 from keepsight.scheduler import Together
 
 torch.set_num_threads(1)

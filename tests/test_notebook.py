@@ -13,7 +13,7 @@ from models import picture
 from PIL import Image
 
 import keepsight as ks
-from keepsight.core.question import user_turn
+from keepsight.core.rendering.question import user_turn
 from keepsight.errors import ImageError, InputError, UnknownOption
 
 QUESTION = "What is it?"

@@ -11,7 +11,7 @@ import torch
 from models import build, picture
 
 import keepsight as ks
-from keepsight.core.positions import PromptPositions, place
+from keepsight.core.decoding.positions import PromptPositions, place
 from keepsight.prefix.prompt import Prompt
 
 MROPE = [

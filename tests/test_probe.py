@@ -12,7 +12,7 @@ from models import build, picture, turn
 from test_exact import assert_like_stock, cold, logits
 
 import keepsight as ks
-from keepsight.core import probe
+from keepsight.core.trials import probe
 from keepsight.errors import UnsupportedModel
 from keepsight.models import families
 from keepsight.models.families import base

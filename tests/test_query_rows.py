@@ -16,9 +16,9 @@ from models import picture, turn
 from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, steps
 
 import keepsight as ks
+from keepsight.core.decoding.recorded_layers import open_block
 from keepsight.core.kernels import attention
 from keepsight.core.kernels.attention import QueryRows, RowPadding
-from keepsight.core.recorded_layers import open_block
 from keepsight.scheduler import Together
 
 pytestmark = pytest.mark.tries_anew

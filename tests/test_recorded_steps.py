@@ -13,7 +13,7 @@ import torch
 from models import ALL, built, in_both, picture, turn
 
 import keepsight as ks
-from keepsight.core import recorded_steps
+from keepsight.core.decoding import recorded_steps
 from keepsight.core.kernels import recording
 from keepsight.core.kernels.recording import CannotRecord, Recording, record
 from keepsight.core.kernels.script import RecordedStep, StepSize, scripted

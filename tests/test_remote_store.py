@@ -26,10 +26,11 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
-from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, listing, ranking
-from keepsight.store.address import Breaker
+from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, ranking
+from keepsight.store.addresses import listing
+from keepsight.store.addresses.address import Breaker
+from keepsight.store.addresses.remote import RemoteStore
 from keepsight.store.contract import Entry
-from keepsight.store.remote import RemoteStore
 from keepsight.testing import StoreTests
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
@@ -800,7 +801,7 @@ def test_a_circle_in_a_listing_that_lies_ends() -> None:
 SHARED = """
 import sys, torch
 from keepsight import digests
-from keepsight.store.remote import RemoteStore
+from keepsight.store.addresses.remote import RemoteStore
 store = RemoteStore(sys.argv[1])
 for n in range(30):
     key = digests.digest("entry", n)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core.batch import Batch
+from keepsight.core.decoding.batch import Batch
 from keepsight.core.turn import Turn
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
 from keepsight.scheduler import Ticket, Together

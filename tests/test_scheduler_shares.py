@@ -16,7 +16,7 @@ from models import build, picture, turn
 
 import keepsight as ks
 from keepsight.core.call import Call
-from keepsight.core.lane_batch import LaneBatch
+from keepsight.core.decoding.lane_batch import LaneBatch
 from keepsight.core.turn import Turn
 from keepsight.errors import Busy
 from keepsight.scheduler import Ticket, Together

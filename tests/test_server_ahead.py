@@ -12,9 +12,9 @@ from server_harness import Client, asked, live, scene, served
 import keepsight as ks
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
+from keepsight.server.api.output_parser import OutputParser, spoken_message
 from keepsight.server.config import ServerConfig
-from keepsight.server.content import MessageReader
-from keepsight.server.output_parser import OutputParser, spoken_message
+from keepsight.server.media.content import MessageReader
 
 QUESTION = "Describe the picture."
 SOON = 20.0  # seconds
@@ -82,7 +82,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
 )
 def test_an_answer_becomes_what_its_client_sends_back(text: str) -> None:
     """Compared with the way that a body goes; only the ids of calls are anybody's."""
-    from keepsight.server import schema
+    from keepsight.server.api import schema
 
     speech = OutputParser(False, True, True)
     said = [*speech.push(text), *speech.finish()]

@@ -19,9 +19,9 @@ from server_harness import Live, live, scene, uri
 from test_server_middleware import TEMPLATE
 
 import keepsight as ks
-from keepsight.server import responses_schema, schema
-from keepsight.server.responses_schema import ResponsesRequest
-from keepsight.server.schema import ChatRequest
+from keepsight.server.api import responses_schema, schema
+from keepsight.server.api.responses_schema import ResponsesRequest
+from keepsight.server.api.schema import ChatRequest
 
 ROOT = Path(ks.__file__).parent.parent
 PICTURE = uri(scene(1))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from server_harness import Scripted, asked, live
 
-from keepsight.server import middleware, pace
 from keepsight.server.errors import ApiError
-from keepsight.server.pace import FairRateLimit
+from keepsight.server.limits import middleware, pace
+from keepsight.server.limits.pace import FairRateLimit
 
 
 class Clock:

@@ -16,11 +16,11 @@ from server_harness import Live, Scripted, asked, live, scene
 
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket
-from keepsight.server.answers import Delta
-from keepsight.server.callers import Caller
+from keepsight.server.api.answers import Delta
+from keepsight.server.api.streaming import EventStream
 from keepsight.server.config import ServerConfig
+from keepsight.server.limits.callers import Caller
 from keepsight.server.service import Service
-from keepsight.server.streaming import EventStream
 
 MANY = 20  # more than the client has threads
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from keepsight.core.state import Shape
+from keepsight.core.decoding.state import Shape
 from keepsight.errors import UnsupportedModel
 from keepsight.testing import StateTests
 
@@ -118,12 +118,12 @@ def test_kinds_that_nobody_has_shown_exact_are_refused(monkeypatch: pytest.Monke
         return type("Cache", (), {"layers": [*layers, Novel()]})
 
     layers = DynamicCache(config=TestFull().make_model().config).layers
-    monkeypatch.setattr("keepsight.core.state.DynamicCache", cache)
+    monkeypatch.setattr("keepsight.core.decoding.state.DynamicCache", cache)
     with pytest.raises(UnsupportedModel, match="Novel"):
         Shape.of(TestFull().make_model())
     layers.clear()
     monkeypatch.setattr(
-        "keepsight.core.state.DynamicCache", lambda config: type("C", (), {"layers": []})
+        "keepsight.core.decoding.state.DynamicCache", lambda config: type("C", (), {"layers": []})
     )
     with pytest.raises(UnsupportedModel, match="none"):
         Shape.of(TestFull().make_model())

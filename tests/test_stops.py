@@ -13,8 +13,8 @@ from transformers import StopStringCriteria
 from transformers.generation import stopping_criteria as upstream
 
 import keepsight as ks
-from keepsight.core.sampling import _overlap
-from keepsight.core.stops import StopStrings
+from keepsight.core.decoding.sampling import _overlap
+from keepsight.core.decoding.stops import StopStrings
 from keepsight.errors import InputError
 
 STOPS = ["a", "is", " is", ".", "\n", "circle", "e c", "é", "日本", "ld, w", "<|im_end|>", "x" * 30]
@@ -38,7 +38,7 @@ def test_it_ends_where_upstreams_criterion_does(tokenizer: Any, stop: str, data:
     theirs, ours = StopStringCriteria(tokenizer, stops), StopStrings(tokenizer, stops)
     few = data.draw(st.integers(1, 4))  # tokens that are looked at first
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keepsight.core.stops._FEW", few)
+        patch.setattr("keepsight.core.decoding.stops._FEW", few)
         for end in range(1, len(ids) + 1):
             seen = torch.tensor([ids[:end], ids[:end][::-1]])
             assert ours(seen, None).tolist() == theirs(seen, None).tolist(), (stops, ids[:end], few)

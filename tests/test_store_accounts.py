@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from keepsight import digests
 from keepsight.errors import PinsFull
 from keepsight.store import DiskStore, layout
-from keepsight.store.catalogue import NAME
+from keepsight.store.folders.catalogue import NAME
 from keepsight.system.accounts import account_of, under_salt
 
 QUOTA = 20_000

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_load import dies_at, forked, is_right, key_of, killed, put
 
 from keepsight.store import About, DiskStore
-from keepsight.store.catalogue import NAME
+from keepsight.store.folders.catalogue import NAME
 from keepsight.testing.stores import KEYS
 
 # -- kill -9 -----------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
-from keepsight.store import catalogue_guard as guard_module
-from keepsight.store.catalogue import NAME, WRITING, Catalogue
+from keepsight.store.folders import catalogue_guard as guard_module
+from keepsight.store.folders.catalogue import NAME, WRITING, Catalogue
 from keepsight.store.layout import EntryName
 from keepsight.testing.stores import KEYS
 
@@ -136,7 +136,7 @@ def test_a_locked_book_stops_neither_readers_nor_writers(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(opened(tmp_path), 2)
-    monkeypatch.setattr("keepsight.store.tables._PATIENCE", 0.05)
+    monkeypatch.setattr("keepsight.store.folders.tables._PATIENCE", 0.05)
     other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     store = opened(tmp_path)

@@ -19,7 +19,7 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.errors import NotStored, StoreError
 from keepsight.store import DiskStore, health
-from keepsight.store.writer import Writer
+from keepsight.store.folders.writer import Writer
 from keepsight.system.accounts import under_salt
 
 TEXT = "What is it?"

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepsight.store import open_store, retry
-from keepsight.store.catalogue import NAME
+from keepsight.store import open_store
+from keepsight.store.folders import retry
+from keepsight.store.folders.catalogue import NAME
 
 KEY = "a" * 64
 

@@ -29,13 +29,13 @@ from keepsight.core import settings as core_settings
 from keepsight.errors import NotStored, StoreError
 from keepsight.formats import tensorfile
 from keepsight.store import About, DiskStore, Store, health, layout, timeout
-from keepsight.store import catalogue_guard as guard_module
-from keepsight.store.catalogue import NAME, Catalogue
-from keepsight.store.catalogue_guard import CatalogueGuard
-from keepsight.store.folder import Folder
+from keepsight.store.addresses.remote import RemoteStore
+from keepsight.store.addresses.remote_upkeep import Housekeeping
+from keepsight.store.folders import catalogue_guard as guard_module
+from keepsight.store.folders.catalogue import NAME, Catalogue
+from keepsight.store.folders.catalogue_guard import CatalogueGuard
+from keepsight.store.folders.folder import Folder
 from keepsight.store.health import Health
-from keepsight.store.remote import RemoteStore
-from keepsight.store.remote_upkeep import Housekeeping
 from keepsight.testing.stores import KEYS
 
 T = TypeVar("T")

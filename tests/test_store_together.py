@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import keepsight as ks
-from keepsight.core.state import Tensors
+from keepsight.core.decoding.state import Tensors
 from keepsight.kinds import Record
 from keepsight.store import About, BulkRead, DiskStore, Listing, Store, entryfile, read_all, timeout
 from keepsight.store.tiers import TieredStore
@@ -79,7 +79,7 @@ def test_a_read_that_hangs_costs_its_own_entry(
     disk: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeout, "PATIENCE", 0.2)
-    monkeypatch.setattr("keepsight.store.entry_files._READERS", 2)
+    monkeypatch.setattr("keepsight.store.folders.entry_files._READERS", 2)
     held, read = threading.Event(), entryfile.read
 
     def slow(path: Path, kind: str, key: str) -> tuple[Tensors, Record]:

@@ -19,7 +19,7 @@ from remote_lines import Line, unreachable
 
 from keepsight.errors import InputError, StoreError
 from keepsight.store import NOTHING, About, DiskStore, open_store
-from keepsight.store.remote import RemoteStore
+from keepsight.store.addresses.remote import RemoteStore
 from keepsight.store.tiers import TieredStore
 from keepsight.testing import StoreTests
 

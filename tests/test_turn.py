@@ -400,7 +400,7 @@ def test_a_prompt_beyond_the_context(demo: Any) -> None:
 
 def test_stream_of_partial_characters(demo: Any) -> None:
     """Text comes out whole even when a character takes several tokens."""
-    from keepsight.core.sampling import Detokenizer
+    from keepsight.core.decoding.sampling import Detokenizer
 
     tokenizer = demo.processor.tokenizer
     text = "naïve – 画 🙂 done"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.core.state import LaneLayer
+from keepsight.core.decoding.state import LaneLayer
 from keepsight.errors import UnsupportedInput, UpstreamChanged
 from keepsight.export.graphs import towers, tracing
 from keepsight.models import upstream

@@ -17,7 +17,8 @@ from models import build, picture, turn
 from packaging.requirements import Requirement
 
 import keepsight as ks
-from keepsight.core import attention, probe
+from keepsight.core.kernels import grouped as attention
+from keepsight.core.trials import probe
 from keepsight.errors import UnsupportedModel, UpstreamChanged
 from keepsight.models import tested, upstream
 from keepsight.models.tested import OLDEST_TESTED, TESTED, newer_than_tested

@@ -26,7 +26,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.exporters import exporter_dynamo  # noqa: F401  registers its patches
 from transformers.exporters.utils import apply_patches
 
-from keepsight.core.state import Lane, Shape
+from keepsight.core.decoding.state import Lane, Shape
 from keepsight.models.families import Family, family_of
 
 KINDS = (

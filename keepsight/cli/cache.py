@@ -21,7 +21,7 @@ from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.store import Entry
-    from keepsight.store.all_tenants import AllTenants
+    from keepsight.store.folders.all_tenants import AllTenants
 
 app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -54,8 +54,8 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
     check_store_folder(address)
     if "://" not in address and not Path(address).expanduser().is_dir():
         raise StoreError(f"{Path(address).expanduser()}: there is no such folder")
-    from keepsight.store import open_store  # start-up time: after checking names
-    from keepsight.store.all_tenants import AllTenants
+    from keepsight.store import open_store
+    from keepsight.store.folders.all_tenants import AllTenants
 
     return AllTenants(open_store(address), tenant)
 

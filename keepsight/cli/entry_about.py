@@ -14,8 +14,8 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import Record
 from keepsight.media.naming import FILE
 from keepsight.store import Entry, Store, layout
-from keepsight.store.all_tenants import AllTenants
 from keepsight.store.entryfile import read_note
+from keepsight.store.folders.all_tenants import AllTenants
 
 _SHOWN = 3  # names shown per entry
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepsight.core.call import Call
+from keepsight.core.decoding.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.decoding.text import pieces
 from keepsight.core.runtime import Runtime
-from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
-from keepsight.core.text import pieces
 from keepsight.core.turn import Turn
 from keepsight.kinds import Message
 from keepsight.report import Piece, Report

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepsight.core.sampling import known_options
+from keepsight.core.decoding.sampling import known_options
 from keepsight.core.settings import tenant_name
 from keepsight.errors import UnknownOption
 from keepsight.kinds import Options

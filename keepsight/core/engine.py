@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.core.attention import grouped_queries
-from keepsight.core.drafts import DraftCounts, Drafts, EarlierAnswers, PassCosts, words_of
+from keepsight.core.decoding.drafts import DraftCounts, Drafts, EarlierAnswers, PassCosts, words_of
+from keepsight.core.decoding.lanes import Lanes, restore, shared
+from keepsight.core.decoding.placement import Placement
+from keepsight.core.decoding.positions import place
+from keepsight.core.decoding.recorded_steps import decode
+from keepsight.core.decoding.state import Lane, Shape, Tensors, pattern
+from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.passes import Kernels, running
-from keepsight.core.lanes import Lanes, restore, shared
-from keepsight.core.placement import Placement
-from keepsight.core.positions import place
-from keepsight.core.recorded_steps import decode
-from keepsight.core.state import Lane, Shape, Tensors, pattern
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Inputs, Record

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 
-from keepsight.core.question import user_turn
+from keepsight.core.rendering.question import user_turn
 from keepsight.kinds import Message
 from keepsight.media.medium import Pictures
 from keepsight.report import Piece, Reply

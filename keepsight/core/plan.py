@@ -13,7 +13,7 @@ import PIL.Image
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedModel
 
-from keepsight.core.state import Lane, Shape
+from keepsight.core.decoding.state import Lane, Shape
 from keepsight.errors import ModelError
 from keepsight.media.caches import MediaCaches
 from keepsight.media.naming import Namer

@@ -19,10 +19,10 @@ import torch
 
 from keepsight.core.answer import answer
 from keepsight.core.call import Call
-from keepsight.core.generate import Generated, GenerateRequest, request, run
-from keepsight.core.messages import parse_messages
-from keepsight.core.question import user_turn
+from keepsight.core.rendering.messages import parse_messages
+from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
+from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
 from keepsight.core.turn import Turn
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.kinds import Message, Options

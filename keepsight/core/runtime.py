@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight import digests
-from keepsight.core import attention
-from keepsight.core.any_cut import AnyCut
 from keepsight.core.call import Call
+from keepsight.core.decoding.joint_prefill import JointPrefill
+from keepsight.core.decoding.state import Shape
 from keepsight.core.engine import Engine
-from keepsight.core.joint_prefill import JointPrefill
+from keepsight.core.kernels import grouped as attention
 from keepsight.core.kernels import passes
-from keepsight.core.render import Name, Renderer
+from keepsight.core.rendering.render import Name, Renderer
 from keepsight.core.settings import (
     RuntimeSettings,
     default_grain,
     image_options,
     refuse_stretching_rope,
 )
-from keepsight.core.state import Shape
+from keepsight.core.trials.any_cut import AnyCut
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
 from keepsight.media.caches import MediaCaches

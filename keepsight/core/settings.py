@@ -16,7 +16,7 @@ from keepsight.formats.codecs import check_codec
 from keepsight.kinds import Options, Processor, Record
 from keepsight.models import upstream
 from keepsight.store import Store, open_store
-from keepsight.store.write_queue import ROOM
+from keepsight.store.addresses.write_queue import ROOM
 from keepsight.system.units import parse_bytes, parse_seconds
 
 _LONGEST_NAME = 1024

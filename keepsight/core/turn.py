@@ -14,11 +14,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from keepsight.core.drafts import DraftCounts
+from keepsight.core.decoding.drafts import DraftCounts
+from keepsight.core.decoding.sampling import Sampler, SequenceSampler, check_length, decode, sampler
 from keepsight.core.engine import Run
 from keepsight.core.explain import CHANGED, Findings, Origin, explain
 from keepsight.core.runtime import Runtime
-from keepsight.core.sampling import Sampler, SequenceSampler, check_length, decode, sampler
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from keepsight.core.call import Call
-from keepsight.core.render import user_message
+from keepsight.core.rendering.render import user_message
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock_inputs import stock_inputs
+from keepsight.core.stock.inputs import stock_inputs
 from keepsight.core.turn import Turn
 from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source

@@ -1,10 +1,6 @@
 """Graphs for other runtimes, and features for other engines. May import vlm and below.
 
-    tracing  a decoder as a tracer sees it: states in, states out
-    parts    embedding, decoder and head as graphs
-    towers   the tower as a graph
-    making   writes all of them into a folder, after a comparison with the model
-    check    that comparison
-
-`keepsight.runtimes` runs the result.
+`graphs` writes the embedding, the decoder, the head and the tower of a model as graphs, once they
+gave the model's own results; `keepsight.runtimes` runs them. `runtime_choice` makes such a folder
+when a caller names a runtime. `engines` gives features to vLLM and SGLang.
 """

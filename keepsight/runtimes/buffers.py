@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.decoding.lane_layer import LaneLayer
 from keepsight.kinds import CacheLayer
 
 _WHOLE = 64  # the number of keys in a buffer is a multiple of this

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from keepsight import digests
-from keepsight.core.lane_layer import LaneLayer
-from keepsight.core.state import Shape
+from keepsight.core.decoding.lane_layer import LaneLayer
+from keepsight.core.decoding.state import Shape
 from keepsight.errors import UnsupportedInput
 from keepsight.kinds import CacheLayer, DeviceMap, Dtype, Grid
 from keepsight.models.families.tower_tensors import TowerTensors

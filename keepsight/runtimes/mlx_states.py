@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.decoding.lane_layer import LaneLayer
 from keepsight.kinds import CacheLayer
 from keepsight.runtimes.mlx_library import Array, Mlx
 

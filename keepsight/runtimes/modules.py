@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from keepsight.core.lane_layer import LaneLayer
-from keepsight.core.lane_mixer import MixerLayer
-from keepsight.core.state import Shape, restore_linear
+from keepsight.core.decoding.lane_layer import LaneLayer
+from keepsight.core.decoding.lane_mixer import MixerLayer
+from keepsight.core.decoding.state import Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.kinds import CacheLayer, Options
 from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from keepsight.core.state import Shape
+from keepsight.core.decoding.state import Shape
 from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.kinds import Grid
 from keepsight.models.families.tower_tensors import TowerTensors

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.core.batch import Batch
+from keepsight.core.decoding.batch import Batch
+from keepsight.core.decoding.lane_batch import LaneBatch, batch_of
 from keepsight.core.engine import Engine, Run
-from keepsight.core.lane_batch import LaneBatch, batch_of
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
 from keepsight.models.families import Family

@@ -18,10 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.core.call import Call
-from keepsight.core.lengths import characters
-from keepsight.core.messages import parse_messages
-from keepsight.core.render import Renderer
-from keepsight.core.sampling import (
+from keepsight.core.decoding.sampling import (
     DEFAULT_CHAT_TOKENS,
     Detokenizer,
     Sampler,
@@ -29,6 +26,9 @@ from keepsight.core.sampling import (
     check_length,
     sampler,
 )
+from keepsight.core.rendering.lengths import characters
+from keepsight.core.rendering.messages import parse_messages
+from keepsight.core.rendering.render import Renderer
 from keepsight.core.turn import Turn
 from keepsight.errors import Closed, ModelKeepsChanging
 from keepsight.formats.package import Package

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from keepsight.core.decoding.joint_prefill import SHORT, JointPrefill
 from keepsight.core.engine import Engine
-from keepsight.core.joint_prefill import SHORT, JointPrefill
 from keepsight.scheduler.intake import Request
 from keepsight.scheduler.policy import had_its_turn, next_of
 

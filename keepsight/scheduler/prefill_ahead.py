@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from keepsight.core.call import Call
-from keepsight.core.messages import parse_messages
-from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.decoding.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.rendering.messages import parse_messages
 from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
 from keepsight.kinds import Message, Options

@@ -20,22 +20,22 @@ from starlette.types import ASGIApp
 from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
-from keepsight.server import (
+from keepsight.server import site
+from keepsight.server.api import (
     cache_api,
     chat_api,
     files_api,
     keep_api,
     responses_api,
     responses_schema,
-    site,
 )
-from keepsight.server import schema as schemas
+from keepsight.server.api import schema as schemas
+from keepsight.server.api.responses_schema import in_its_words
+from keepsight.server.api.unused import HEADER
 from keepsight.server.errors import ApiError, from_validation, unknown
+from keepsight.server.limits.middleware import RequestMiddleware, to_api_error
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.middleware import RequestMiddleware, to_api_error
-from keepsight.server.responses_schema import in_its_words
 from keepsight.server.service import Service, visit_of
-from keepsight.server.unused import HEADER
 
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from keepsight import digests
 from keepsight.errors import MessagesError
 from keepsight.kinds import Options, Record
+from keepsight.server.api.output_parser import CALL, THINK, THINK_END
+from keepsight.server.api.schema import Rendering
+from keepsight.server.api.unused import Unused, is_empty
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.images import ImageSizes
-from keepsight.server.output_parser import CALL, THINK, THINK_END
-from keepsight.server.schema import Rendering
-from keepsight.server.unused import Unused, is_empty
+from keepsight.server.media.images import ImageSizes
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, TypeVar
 from fastapi import Request
 from pydantic.main import IncEx
 
-from keepsight.core.lengths import characters
+from keepsight.core.rendering.lengths import characters
 from keepsight.kinds import Message, Record
 from keepsight.report import Report
 from keepsight.scheduler import Together
-from keepsight.server import schema
-from keepsight.server.answers import AnswerRequest, AnswerStream, Delta, SchedulerClient
-from keepsight.server.bindings import Bindings
-from keepsight.server.callers import Caller, Callers
+from keepsight.server.api import schema
+from keepsight.server.api.answers import AnswerRequest, AnswerStream, Delta, SchedulerClient
+from keepsight.server.api.response_store import ResponseStore
+from keepsight.server.api.responses_schema import ResponsesRequest
+from keepsight.server.api.sampling import sampling
+from keepsight.server.api.unused import Unused, is_empty
 from keepsight.server.config import ServerConfig
-from keepsight.server.content import MessageReader
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.files import Files
-from keepsight.server.intake import BodyIntake
+from keepsight.server.limits.callers import Caller, Callers
+from keepsight.server.limits.intake import BodyIntake
+from keepsight.server.limits.middleware import Visit
+from keepsight.server.limits.threads import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
+from keepsight.server.limits.turns import ThreadsInTurn
+from keepsight.server.media.bindings import Bindings
+from keepsight.server.media.content import MessageReader
+from keepsight.server.media.files import Files
+from keepsight.server.media.origins import BodyOrigin, origin_of
+from keepsight.server.media.parts import PixelLimits
+from keepsight.server.media.uploads import contents_for
 from keepsight.server.metrics import Metrics
-from keepsight.server.middleware import Visit
-from keepsight.server.origins import BodyOrigin, origin_of
-from keepsight.server.parts import PixelLimits
-from keepsight.server.response_store import ResponseStore
-from keepsight.server.responses_schema import ResponsesRequest
-from keepsight.server.sampling import sampling
 from keepsight.server.served_model import ServedModel
-from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
-from keepsight.server.turns import ThreadsInTurn
-from keepsight.server.unused import Unused, is_empty
-from keepsight.server.uploads import contents_for
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

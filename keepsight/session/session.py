@@ -15,7 +15,7 @@ from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import described, history, history_as_html
 from keepsight.core.in_thread import gathered, in_thread
-from keepsight.core.question import user_turn
+from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
 from keepsight.errors import InputError
 from keepsight.kinds import Message, Options

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from keepsight.core.render import user_message
+from keepsight.core.rendering.render import user_message
 from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.kinds import Message, Record
 from keepsight.media.clips import is_rate

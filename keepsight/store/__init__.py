@@ -1,10 +1,9 @@
 """Bytes under a key, in memory, folders and remote addresses. May import formats and below.
 
-`contract` defines the interface, `layout` the place and form of entries. `disk` keeps entries in a
-folder, `remote` at an address, `tiers` in several stores in a row. `disk` uses `folder` (files that
-stay inside the store), `entryfile` (one entry as one file), `catalogue` (their index), `writer`
-(the writing thread) and `check` (check and repair). `priority` ranks entries for eviction;
-`memory_cache` applies it in memory. Nothing here knows about images, models or prompts.
+`contract` defines the interface, `layout` the place and form of entries. `folders` keeps entries on
+a disk, `addresses` in a bucket or any place that fsspec reaches, `memory_cache` in memory, `tiers`
+in several stores in a row; `opening` chooses. `priority` ranks entries for eviction.
+Nothing here knows about images, models or prompts.
 """
 
 from keepsight.store.contract import (
@@ -17,7 +16,7 @@ from keepsight.store.contract import (
     Store,
     read_all,
 )
-from keepsight.store.disk import FORMAT, DiskStore
+from keepsight.store.folders.disk import FORMAT, DiskStore
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
 from keepsight.store.opening import open_store
 from keepsight.store.priority import EvictionQueue, Order, likely_cost, usefulness

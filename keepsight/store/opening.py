@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from keepsight.errors import InputError
+from keepsight.store.addresses.write_queue import ROOM
 from keepsight.store.contract import Store
-from keepsight.store.disk import DiskStore
-from keepsight.store.write_queue import ROOM
+from keepsight.store.folders.disk import DiskStore
 
 
 def open_store(
@@ -45,6 +45,6 @@ def open_store(
 def _open_one(address: str, budget: int | None, quota: int | None, waiting: int) -> Store:
     if "://" not in address:
         return DiskStore(address, budget, quota=quota, waiting=waiting)
-    from keepsight.store.remote import RemoteStore
+    from keepsight.store.addresses.remote import RemoteStore
 
     return RemoteStore(address, budget, quota=quota, waiting=waiting)

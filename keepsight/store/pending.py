@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from keepsight.kinds import Record
 from keepsight.store.contract import About, Entry, Tensors
+from keepsight.store.folders.rows import row_of
 from keepsight.store.layout import EntryName
 from keepsight.store.losses import Losses
-from keepsight.store.rows import row_of
 from keepsight.system.devices import COMPLETE, Fence
 
 _OVERHEAD = 4096  # memory of a write besides its tensors

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 
-from keepsight.store.catalogue import Catalogue, Scope
 from keepsight.store.contract import Entry, Name
+from keepsight.store.folders.catalogue import Catalogue, Scope
 from keepsight.store.layout import EntryName
 from keepsight.store.priority import usefulness
 

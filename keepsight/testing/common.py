@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from keepsight.core.state import Tensors
+from keepsight.core.decoding.state import Tensors
 
 E = TypeVar("E", bound=Exception)
 

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from keepsight import digests
-from keepsight.core.generate import Generated
-from keepsight.core.render import user_message
+from keepsight.core.rendering.render import user_message
+from keepsight.core.stock.generate import Generated
 from keepsight.kinds import Message
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.core.state import Lane, Shape, Tensors
+from keepsight.core.decoding.state import Lane, Shape, Tensors
 from keepsight.formats.package import storage_bytes
 from keepsight.testing.common import expect, same_tensors
 

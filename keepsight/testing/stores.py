@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from keepsight.core.state import Tensors
+from keepsight.core.decoding.state import Tensors
 from keepsight.errors import InputError, NotStored
 from keepsight.kinds import Record
 from keepsight.store import About, Store

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight.core.stock_inputs import stock_inputs
+from keepsight.core.stock.inputs import stock_inputs
 from keepsight.kinds import Message, Record
 from keepsight.vlm import VLM, load
 

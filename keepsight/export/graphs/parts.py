@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from keepsight.core.state import Shape
+from keepsight.core.decoding.state import Shape
 from keepsight.export.graphs import tracing
 from keepsight.kinds import Inputs
 from keepsight.models.families import Family

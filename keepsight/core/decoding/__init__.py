@@ -1,0 +1,1 @@
+"""From a prefilled prompt to an answer: lanes, batches, guessed tokens, sampling, text."""

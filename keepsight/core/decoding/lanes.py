@@ -1,0 +1,96 @@
+"""Idle lanes, and how remembered states are restored into one.
+
+A conversation that continues finds most of its keys and values still in its lane.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from keepsight.core.decoding.state import Lane, Shape, first_rows
+from keepsight.prefix.match import Match
+from keepsight.prefix.node import Node
+
+MAX_LANES = 4  # idle lanes kept; each saves its conversation a copy of the whole cache
+
+
+class Lanes:
+    """A few idle lanes, so that a conversation finds its keys and values in place.
+
+    `variant` names everything that decides shapes and bits of a lane's tensors: weights and
+    environment, but not the tenant. A lane serves only turns with the same `variant`: after a cast,
+    or inside autocast, its buffers would have another dtype or device.
+    """
+
+    def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
+        self._model, self._shape, self._budget = model, shape, budget
+        self._idle: list[Lane] = []  # least recently used first
+        self.variant, self.grows = "", False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the idle lanes."""
+        return sum(lane.nbytes for lane in self._idle)
+
+    def take(self, node: Node) -> Lane:
+        """Take the lane that already holds most of the path to `node`."""
+        chain = node.chain()
+        best, most = None, 0
+        wanted = self.variant, self.grows
+        fitting = [lane for lane in self._idle if (lane.variant, lane.grows) == wanted]
+        for lane in fitting:
+            end = shared(lane, chain)
+            if end > most:
+                best, most = lane, end
+        # A lane with much of another conversation after the shared part is left to that one.
+        crowded = best is not None and most * 2 < _marked(best)
+        if (best is None or crowded) and len(self._idle) < MAX_LANES:
+            return self.fresh()
+        if best is None and not fitting:
+            self._idle.pop(0)
+            return self.fresh()
+        lane = best if best is not None else fitting[0]
+        self._idle.remove(lane)
+        return lane
+
+    def fresh(self) -> Lane:
+        """A new, empty lane."""
+        return Lane(self._model, self._shape, self.variant, self.grows)
+
+    def give_back(self, lane: Lane) -> None:
+        """Keep an unused lane while the budget allows."""
+        self._idle.append(lane)
+        while self._idle and (len(self._idle) > MAX_LANES or self.nbytes > self._budget):
+            self._idle.pop(0)
+
+    def clear(self) -> None:
+        """Drop all idle lanes."""
+        self._idle.clear()
+
+
+def shared(lane: Lane, chain: list[Node]) -> int:
+    end = 0
+    for (mark, node), wanted in zip(lane.marks, chain, strict=False):
+        if node is not wanted:
+            break
+        end = mark
+    return end
+
+
+def _marked(lane: Lane) -> int:
+    return lane.marks[-1][0] if lane.marks else 0
+
+
+def restore(lane: Lane, match: Match, length: int) -> None:
+    """Restore what a match remembers after its first `length` tokens into a lane."""
+    for node in match.node.chain():
+        if node.end <= length:
+            continue
+        rows = node.kv or {}
+        if node.end > match.length:
+            rows = first_rows(rows, match.length - node.start)
+        lane.restore_full(node.start, rows)
+        if not node.terminal and node.end <= match.length:
+            lane.marks.append((node.end, node))
+    if match.length:
+        lane.restore_fixed(match.length, match.node.fixed or {})

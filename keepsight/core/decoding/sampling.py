@@ -1,0 +1,323 @@
+"""From logits to tokens to text, with Transformers' own processors and criteria.
+
+Every option of `GenerationConfig` is used or refused by name. Options that need several sequences
+(beams) or a second model do not fit one remembered prefix; the error says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from keepsight.core.decoding.stops import StopStrings, stop_strings
+from keepsight.core.rendering.lengths import context_length
+from keepsight.errors import InputError, PromptTooLong, UnknownOption
+from keepsight.kinds import Options
+from keepsight.models import upstream
+
+# Options of GenerationConfig that this engine cannot serve, with their neutral values.
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "guidance_scale": (None, 1.0, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "token_healing": (None, False),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+}
+_OURS = (
+    "stop",
+    "seed",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "skip_special_tokens",
+)
+_ALIASES = {"max_tokens": "max_new_tokens"}
+DEFAULT_CHAT_TOKENS = 1024
+DEFAULT_GENERATE_TOKENS = 20  # default of Transformers' `generate`
+
+
+@dataclass
+class Sampler:
+    """How one sequence is decoded, with the checkpoint's generation_config applied."""
+
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generator: torch.Generator | None
+    max_new_tokens: int
+    stop: list[str]
+    skip_special_tokens: bool = True
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    finish_reason: str = "length"
+
+    def pick(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Choose the next token as Transformers' `_sample`; return it and the ids with it."""
+        raw = logits.to(torch.float32, copy=True)
+        scores = self.processors(ids, raw)
+        if self.config.output_logits:
+            self.logits.append(raw)
+        if self.config.output_scores:
+            self.scores.append(scores)
+        if self.config.do_sample:
+            probabilities = torch.softmax(scores, dim=-1)
+            token = torch.multinomial(probabilities, 1, generator=self.generator)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        return int(token), torch.cat([ids, token], dim=-1)
+
+    def done(self, ids: torch.Tensor, count: int) -> bool:
+        """Whether the sequence ends here."""
+        # A caller's criterion may answer with one bool, as stock accepts.
+        kinds = [c for c in self.criteria if bool(torch.as_tensor(c(ids, None)).all())]
+        if any(type(c).__name__ != "MaxLengthCriteria" for c in kinds):
+            self.finish_reason = "stop"
+            return True
+        return bool(kinds) or count >= self.max_new_tokens
+
+
+def sampler(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: torch.Tensor,
+    options: Options,
+    default_tokens: int,
+) -> Sampler:
+    """Resolve the options of one call; refuse unknown or impossible ones by name."""
+    options = {_ALIASES.get(name, name): value for name, value in options.items()}
+    ours = {name: options.pop(name) for name in _OURS if name in options}
+    given = options.pop("generation_config", None)
+    asked_stop = options.pop("stop_strings", None)
+    stop = stop_strings(asked_stop if ours.get("stop") is None else ours["stop"])
+    asked = _asked_length(options, given, model)
+    try:
+        config, left = upstream.generation_config(model, given, options)
+    except ValueError as error:  # Transformers' own check of each value
+        raise InputError(str(error)) from error
+    left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
+    UnknownOption.refuse(left, known_options(), "generation")
+    _refuse(config)
+    length = ids.shape[1]
+    count = _new_tokens(asked, length, default_tokens, model)
+    config.max_length = length + count
+    upstream.prepare_special_tokens(model, config, ids.device)
+    endings = stop or stop_strings(config.stop_strings)
+    config.stop_strings = None  # ours ends at the same tokens and is cheaper
+    if endings and tokenizer is None:
+        raise InputError("stop strings need a tokenizer; wrap the model with its processor")
+    try:
+        processors = upstream.logits_processors(
+            model,
+            generation_config=config,
+            input_ids_seq_length=length,
+            encoder_input_ids=ids,
+            prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
+            logits_processor=ours.get("logits_processor") or [],
+            device=str(ids.device),
+        )
+        criteria = upstream.stopping_criteria(
+            model,
+            generation_config=config,
+            stopping_criteria=ours.get("stopping_criteria") or [],
+            tokenizer=tokenizer,
+        )
+    except (ValueError, TypeError) as error:  # values that only Transformers' processors check
+        raise InputError(f"an option of decoding was refused: {error}") from error
+    if endings:
+        criteria.append(StopStrings(tokenizer, endings))
+    generator = None
+    if ours.get("seed") is not None:
+        generator = torch.Generator(ids.device).manual_seed(int(ours["seed"]))
+    skip = ours.get("skip_special_tokens") is not False
+    return Sampler(config, processors, criteria, generator, count, stop, skip)
+
+
+@functools.cache
+def known_options() -> tuple[str, ...]:
+    """All options that decoding understands."""
+    public = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
+    known = {*public, *_OURS, *_ALIASES, "generation_config"} - {"transformers_version"}
+    return tuple(sorted(known))
+
+
+def _asked_length(
+    options: Options, given: GenerationConfig | None, model: PreTrainedModel
+) -> tuple[str, int] | None:
+    """The length that the caller asked for, or else the checkpoint."""
+    for source in (options, vars(given) if given else {}, vars(model.generation_config)):
+        for name in ("max_new_tokens", "max_length"):
+            if source.get(name) is not None:
+                return name, source[name]
+    return None
+
+
+def _new_tokens(
+    asked: tuple[str, int] | None, length: int, default: int, model: PreTrainedModel
+) -> int:
+    name, value = asked or ("max_new_tokens", default)
+    count = value - length if name == "max_length" else value
+    if not isinstance(value, int) or isinstance(value, bool) or count < 1:
+        raise InputError(
+            f"{name}={value!r} leaves no tokens to generate after {length} prompt tokens"
+        )
+    limit = context_length(model)
+    return count if limit is None else min(count, limit - length)
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Refuse a prompt that leaves no room in the model's context."""
+    limit = context_length(model)
+    if limit is not None and length >= limit:
+        raise PromptTooLong(
+            f"the prompt has {length} tokens, the model's context is {limit}; shorten the "
+            "conversation or send smaller images"
+        )
+
+
+def _refuse(config: GenerationConfig) -> None:
+    for name, harmless in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in harmless:
+            raise InputError(
+                f"{name}={value!r} is not supported: Keepsight decodes one sequence from one "
+                "remembered prefix; use model.generate(**vlm.inputs(messages), ...) for that"
+            )
+
+
+class Detokenizer:
+    """Turns tokens into text as they come, in pieces that never split a character."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: list[str], skip_special: bool = True
+    ) -> None:
+        self._tokenizer, self._stop, self._skip_special = tokenizer, stop, skip_special
+        self._tokens: list[int] = []
+        self._done = 0  # tokens whose text was returned
+        self._context = 0  # start of the text before them
+        self._held = ""  # text that may be the start of a stop string
+        self.stopped = False
+
+    @classmethod
+    def of(cls, sampler: Sampler | None, tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
+        """The detokenizer that a sampler's options require."""
+        if sampler is None:
+            return cls(tokenizer, [])
+        return cls(tokenizer, sampler.stop, sampler.skip_special_tokens)
+
+    def push(self, token: int) -> str:
+        """Return the text that is certain with this token."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._context : self._done])
+        now = self._decode(self._tokens[self._context :])
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self._context, self._done = self._done, len(self._tokens)
+        return self._filter(now[len(before) :])
+
+    def rest(self) -> str:
+        """Return the remaining text when no more tokens come."""
+        before = self._decode(self._tokens[self._context : self._done])
+        text = self._decode(self._tokens[self._context :])[len(before) :]
+        self._context = self._done = len(self._tokens)
+        text = self._filter(text) + self._held
+        self._held = ""
+        return "" if self.stopped and not text else text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _filter(self, text: str) -> str:
+        """Cut at a stop string; hold back text that may become one."""
+        if not self._stop or self.stopped:
+            return "" if self.stopped else text
+        text = self._held + text
+        cuts = [text.find(s) for s in self._stop if s in text]
+        if cuts:
+            self.stopped, self._held = True, ""
+            return text[: min(cuts)]
+        keep = max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` start `stop`."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0
+
+
+class SequenceSampler:
+    """Chooses the tokens of one sequence from its logits."""
+
+    def __init__(
+        self, sampler: Sampler, ids: torch.Tensor, note: Callable[[int], None] | None = None
+    ) -> None:
+        self._sampler, self._ids, self._note = sampler, ids, note
+        self._count = 0
+        self.over = False
+
+    def take(self, logits: torch.Tensor) -> int:
+        """Return the next token, and whether it is the last."""
+        token, self._ids = self._sampler.pick(self._ids, logits)
+        self._count += 1
+        self.over = self._sampler.done(self._ids, self._count)
+        self.over = self.over or self._count >= self._sampler.max_new_tokens
+        if self._note is not None:
+            self._note(token)
+        return token
+
+
+def decode(
+    sampler: Sampler,
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    step: Callable[[int], torch.Tensor],
+) -> Iterator[int]:
+    """Yield tokens one by one, each before the next step is computed."""
+    sequence = SequenceSampler(sampler, ids)
+    while True:
+        token = sequence.take(logits)
+        yield token
+        if sequence.over:
+            return
+        logits = step(token)
+
+
+def samples_of(model: PreTrainedModel, options: Options) -> int:
+    """The number of samples per prompt, if several can be drawn."""
+    given = options.get("generation_config")
+    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
+
+    def value(name: str) -> object:
+        return next((home[name] for home in homes if home.get(name) is not None), None)
+
+    count = value("num_return_sequences")
+    if not isinstance(count, int) or count < 2:
+        return 1
+    if value("num_beams") not in (None, 1) or not value("do_sample"):
+        return 1  # refused by name together with the other options
+    return count

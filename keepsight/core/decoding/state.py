@@ -1,0 +1,331 @@
+"""The memory of a layer: a lane to compute in, and snapshots to keep.
+
+A lane is the memory of one running sequence: a Transformers cache whose full-attention layers live
+in preallocated buffers at fixed addresses. Nothing is copied as a sequence grows, and a compiled or
+batched step can run on it later. A snapshot is what the tree keeps of a lane at a boundary: for
+full layers the keys and values since the parent boundary; for sliding, linear and convolution
+layers their whole fixed-size state.
+
+Only `Shape` decides which cuts are valid: if any layer has a fixed-size state, a prompt can only be
+continued where such a state was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
+
+from keepsight.core.decoding.lane_layer import CrossLayer, LaneLayer, WindowLayer
+from keepsight.core.decoding.lane_mixer import MixerLayer
+from keepsight.core.decoding.positions import PromptPositions
+from keepsight.errors import UnsupportedModel
+from keepsight.formats.package import storage_bytes
+from keepsight.kinds import CacheLayer, Record
+from keepsight.models.upstream import (
+    DummyLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+from keepsight.prefix.node import Node
+
+Tensors = dict[str, torch.Tensor]
+
+
+_KINDS: dict[type, str] = {
+    DummyLayer: "none",  # it reads the keys and values of an earlier layer
+    DynamicLayer: "full",
+    DynamicSlidingWindowLayer: "sliding",
+    LinearAttentionLayer: "linear",
+    LinearAttentionAndFullAttentionLayer: "linear+full",
+    LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
+}
+
+
+_GROWING = ("full", "cross", "none")  # kinds without a state of fixed size
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The kinds of layers of one model, in order."""
+
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        """Read the layers from the cache Transformers would build; refuse unknown ones."""
+        layers = DynamicCache(config=model.config).layers
+        unknown = sorted({type(x).__name__ for x in layers if type(x) not in _KINDS})
+        if unknown or not layers:
+            raise UnsupportedModel(
+                f"cache layers of kind {', '.join(unknown) or '(none)'} are not supported; "
+                f"supported: {', '.join(sorted(t.__name__ for t in _KINDS))}"
+            )
+        _compare_with_decoder(model, len(layers))
+        cross = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
+        kinds = tuple(
+            "cross" if i in cross else _KINDS[type(layer)] for i, layer in enumerate(layers)
+        )
+        if not any(kind == "full" for kind in kinds) and not any("sliding" in k for k in kinds):
+            raise UnsupportedModel(
+                "this model has no attention layer, so nothing counts its tokens; use it without "
+                "Keepsight"
+            )
+        if "linear+full" in kinds:
+            raise UnsupportedModel(
+                "no test has shown that layers with linear and full attention at once are exact; "
+                "use the model without Keepsight"
+            )
+        return cls(kinds)
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether some layer's state is valid only where it was captured."""
+        return any(kind not in _GROWING for kind in self.kinds)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer has only a state of fixed size."""
+        return "linear" in self.kinds
+
+
+def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
+    """Refuse a config that disagrees with the decoder: the cache follows the config."""
+    have = getattr(model.get_decoder(), "layers", None)
+    if have is None:
+        return
+    if len(have) != count:
+        raise UnsupportedModel(
+            f"the config describes {count} layers, the decoder has {len(have)}; load the model "
+            "with the config it was saved with"
+        )
+    said = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    for index, (layer, kind) in enumerate(zip(have, said, strict=False)):
+        names = ("layer_type", "block_type", "attention_type")  # the name that families use
+        built = next((getattr(layer, name) for name in names if hasattr(layer, name)), kind)
+        if isinstance(built, str) and built != kind:
+            raise UnsupportedModel(
+                f"the config says that layer {index} is {kind!r}, it was built as {built!r}; load "
+                "the model with the config it was saved with"
+            )
+
+
+class Lane:
+    """The memory of one running sequence. With `grows`, sliding layers hold all keys and values, so
+    that any prefix can be taken of them."""
+
+    def __init__(
+        self, model: PreTrainedModel, shape: Shape, variant: str = "", grows: bool = False
+    ) -> None:
+        self.shape, self.variant, self.grows = shape, variant, grows
+        self._config = model.config
+        self.cache = DynamicCache(config=model.config)
+        for i, kind in enumerate(shape.kinds):
+            if kind == "full":
+                self.cache.layers[i] = LaneLayer()
+            elif kind == "cross":
+                self.cache.layers[i] = CrossLayer()
+            elif kind == "sliding" and grows:
+                self.cache.layers[i] = _window(model, i, self.cache.layers[i])
+            elif kind == "linear":
+                self.cache.layers[i] = MixerLayer()
+        self.length = self._start = 0
+        self.marks: list[tuple[int, Node]] = []  # (end, node): tree nodes that are completely here
+        self.busy = False
+        self.placed: PromptPositions | None = None  # the last prompt it held, with its positions
+
+    @property
+    def full(self) -> list[LaneLayer]:
+        """The layers that grow with the sequence."""
+        layers = self.cache.layers
+        return [x for x in layers if isinstance(x, LaneLayer) and not isinstance(x, CrossLayer)]
+
+    @property
+    def cross(self) -> list[CrossLayer]:
+        """The layers that hold media for cross attention."""
+        return [layer for layer in self.cache.layers if isinstance(layer, CrossLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the preallocated buffers and of the fixed-size states."""
+        rooms = sum(layer.nbytes for layer in [*self.full, *self.cross])
+        return rooms + storage_bytes(self._fixed().values())
+
+    def reserve(self, tokens: int) -> None:
+        """Announce the final length of the sequence, so that buffers are allocated once."""
+        for layer in self.full:
+            layer.reserved = tokens
+
+    def capture(self, start: int, end: int) -> tuple[Tensors, Tensors]:
+        """A snapshot: new keys and values since `start` as stacked copies, fixed states whole."""
+        if end != self.length:
+            raise ValueError(f"a snapshot is taken at the lane's end {self.length}, not at {end}")
+        return self.capture_watched(start, end)
+
+    def capture_watched(self, start: int, end: int) -> tuple[Tensors, Tensors]:
+        """A snapshot that may also end inside the last pass, where it was watched."""
+        return self.capture_full(start, end), self._capture_fixed(end)
+
+    def _capture_fixed(self, end: int) -> Tensors:
+        """The fixed-size states at the lane's end, or where the last pass was watched."""
+        if end == self.length:
+            return {name: tensor.clone() for name, tensor in self._fixed().items()}
+        states: Tensors = {}
+        for i, layer in enumerate(self.cache.layers):
+            if self.shape.kinds[i] in _GROWING or isinstance(layer, LaneLayer):
+                continue
+            if not isinstance(layer, MixerLayer) or end - self._start not in layer.found:
+                raise ValueError(f"no snapshot was planned at {end}")
+            found = layer.held(end - self._start)
+            states |= {f"{i}.{what}.0": state for what, state in found.items()}
+        return states
+
+    def watch(self, ends: Sequence[int]) -> None:
+        """Capture fixed-size states after these tokens of the next pass too."""
+        self._start = self.length
+        for layer in self.cache.layers:
+            if isinstance(layer, MixerLayer):
+                layer.ends = [end - self.length for end in ends]
+
+    def unwatch(self) -> None:
+        """Stop watching passes."""
+        for layer in self.cache.layers:
+            if isinstance(layer, MixerLayer):
+                layer.ends = ()
+
+    def capture_full(self, start: int, end: int) -> Tensors:
+        """Keys and values of the full layers in a range: one stacked tensor if all rows have one
+        shape on one device, otherwise two per layer."""
+        rows = {}
+        for i, layer in enumerate(self.full):
+            rows[f"{i}.k"] = layer.keys[0, :, start:end]
+            rows[f"{i}.v"] = layer.values[0, :, start:end]
+        beside = self._capture_cross() if start == 0 else {}
+        if len({(tensor.shape, tensor.dtype, tensor.device) for tensor in rows.values()}) == 1:
+            return {"kv": torch.stack(list(rows.values())), **beside}
+        return {name: tensor.clone() for name, tensor in rows.items()} | beside
+
+    def _capture_cross(self) -> Tensors:
+        """The media's keys and values; all exist after the first chunk."""
+        rows = {}
+        for i, layer in enumerate(self.cross):
+            if layer.length:
+                rows[f"cross.{i}.k"], rows[f"cross.{i}.v"] = layer.keys[0], layer.values[0]
+        return {name: tensor.clone() for name, tensor in rows.items()}
+
+    def restore_full(self, start: int, tensors: Tensors) -> None:
+        """Restore the keys and values of one snapshot."""
+        stacked = tensors.get("kv")
+        for i, layer in enumerate(self.full):
+            if stacked is not None:
+                layer.write(start, stacked[2 * i][None], stacked[2 * i + 1][None])
+            else:
+                layer.write(start, tensors[f"{i}.k"][None], tensors[f"{i}.v"][None])
+        for i, layer in enumerate(self.cross):
+            if f"cross.{i}.k" in tensors:
+                layer.write(0, tensors[f"cross.{i}.k"][None], tensors[f"cross.{i}.v"][None])
+
+    def restore_fixed(self, end: int, tensors: Tensors) -> None:
+        """Restore the fixed-size states of the snapshot at `end`."""
+        for name, tensor in tensors.items():
+            index, what, number = name.split(".")
+            layer = self.cache.layers[int(index)]
+            if what in ("grid", "tail"):
+                layer.restore(what, tensor)
+            elif what in ("conv", "recurrent"):
+                restore_linear(layer, what, int(number), tensor)
+            else:
+                _restore_sliding(layer, what, tensor, end)
+        self.length = end
+
+    def rewind(self, length: int) -> None:
+        """Keep only the first tokens of the full layers; fixed states must be restored
+        afterwards."""
+        for layer in self.full:
+            layer.rewind(length)
+        self.marks = [mark for mark in self.marks if mark[0] <= length]
+        self.length = length
+        if length == 0:
+            for beside in self.cross:
+                beside.rewind(0)
+            self._reset_fixed()
+
+    def _reset_fixed(self) -> None:
+        # Transformers' `reset` leaves zeroed tensors where a new layer has none, and layers ask "is
+        # there a state?". Only new layers make a later first chunk equal to a first one.
+        fresh = DynamicCache(config=self._config).layers
+        for i, kind in enumerate(self.shape.kinds):
+            if kind not in _GROWING and not isinstance(self.cache.layers[i], LaneLayer):
+                self.cache.layers[i] = MixerLayer() if kind == "linear" else fresh[i]
+
+    def _fixed(self) -> Tensors:
+        """The live fixed-size states by name: `layer.what.number`."""
+        states: Tensors = {}
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LaneLayer):
+                continue
+            if isinstance(layer, MixerLayer):
+                states |= {f"{i}.{what}.0": state for what, state in layer.held().items()}
+                continue
+            for what in ("conv", "recurrent"):
+                for number, state in getattr(layer, f"{what}_states", {}).items():
+                    if state is not None:
+                        states[f"{i}.{what}.{number}"] = state
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                states[f"{i}.keys.0"], states[f"{i}.values.0"] = layer.keys, layer.values
+        return states
+
+
+def _window(model: PreTrainedModel, index: int, layer: CacheLayer) -> WindowLayer:
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    chunked = kinds is not None and kinds[index] == "chunked_attention"
+    return WindowLayer(layer.sliding_window, chunked)
+
+
+def first_rows(rows: Tensors, count: int) -> Tensors:
+    """The first rows of a snapshot; tensors outside of the sequence have no rows."""
+    return {n: t if n.startswith("cross.") else t[..., :count, :] for n, t in rows.items()}
+
+
+def layered(rows: Tensors) -> Tensors:
+    """Rows with a stacked tensor split into two per layer; views where possible."""
+    stacked = rows.get("kv")
+    if stacked is None or not stacked.dim():
+        return rows
+    apart = {f"{i // 2}.{'kv'[i % 2]}": stacked[i] for i in range(len(stacked))}
+    return {name: tensor for name, tensor in rows.items() if name != "kv"} | apart
+
+
+def pattern(kv: Tensors, fixed: Tensors) -> Record:
+    """What all snapshots of one model share, however their rows are stacked: names, dtypes, and
+    sizes except the number of rows."""
+    found: Record = {}
+    for name, tensor in layered(kv).items():
+        if not name.startswith("cross."):  # only present if the prompt begins with media
+            found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])
+    for name, tensor in fixed.items():
+        sliding = any(what in name for what in (".keys.", ".values.", ".tail."))
+        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if sliding else tuple(tensor.shape)
+        found[f"fixed {name}"] = (tensor.dtype, *sizes)
+    return found
+
+
+def restore_linear(layer: CacheLayer, what: str, number: int, tensor: torch.Tensor) -> None:
+    """Restore a convolution or recurrent state into a layer."""
+    # Transformers updates these states in place, at a static address: copy, never assign.
+    if not getattr(layer, f"is_{what}_states_initialized")[number]:
+        layer.lazy_initialization(**{f"{what}_states": tensor}, state_idx=number)
+    getattr(layer, f"{what}_states")[number].copy_(tensor)
+    layer.has_previous_state[number] = True
+
+
+def _restore_sliding(layer: CacheLayer, what: str, tensor: torch.Tensor, end: int) -> None:
+    # Transformers never writes into these tensors (it concatenates), so they need no copy.
+    if not layer.is_initialized:
+        layer.lazy_initialization(tensor, tensor)
+    setattr(layer, what, tensor)
+    layer.cumulative_length = end

@@ -1,0 +1,1 @@
+"""Calls in the form of stock Transformers: tensors in, tensors out."""

@@ -1,0 +1,126 @@
+"""Puts features in place of the pixels of one call of stock code, in the form of its encoder's
+output.
+
+Stock `generate` repeats the features of each prompt for its beams: it counts rows of features until
+they fill the prompt's placeholders. So each picture must be separate, as in the encoder's output,
+and a list of levels must not be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+
+from keepsight.core.runtime import Runtime
+from keepsight.core.stock.generate import split_media
+from keepsight.errors import PlaceholderMismatch, UnsupportedInput
+from keepsight.formats.package import Package
+from keepsight.kinds import Inputs, Options, Record
+from keepsight.media.medium import Medium
+from keepsight.models.families import Family
+from keepsight.models.families.pixels import Part
+from keepsight.report import Report, Segment
+
+
+def pixels_in(family: Family, given: Options) -> Inputs:
+    """The media tensors that a tower would read."""
+    found = {n: given[n] for n in family.tensor_inputs if isinstance(given.get(n), torch.Tensor)}
+    seen = any(tensor.is_floating_point() for tensor in found.values())
+    return found if seen else {}
+
+
+def refuse_unfit(family: Family, given: Options) -> None:
+    """Refuse media for which stock code takes no features."""
+    if not isinstance(given.get("input_ids"), torch.Tensor):
+        raise UnsupportedInput("without input_ids the places of the pictures are unknown")
+    if not family.feeds_stock or "input_features" in pixels_in(family, given):
+        kind = family.model.config.model_type
+        raise UnsupportedInput(f"stock code of {kind} takes no features for these media")
+
+
+def with_features(
+    runtime: Runtime, tenant: str, given: Options, stage: str, repeated: bool = False
+) -> tuple[Options, Report]:
+    """The arguments of a call with features in place of pixels, and the origin of each.
+
+    `repeated` says that stock code may repeat them for several answers.
+    """
+    refuse_unfit(runtime.family, given)
+    runtime.refresh(True, tenant)
+    family, vision = runtime.family, runtime.vision_of(tenant)
+    tensors, ids = pixels_in(family, given), cast("torch.Tensor", given["input_ids"])
+    rows = _rows(ids, given.get("attention_mask"))
+    media = [vision.name_pixels(pixels) for pixels in split_media(runtime, tensors, rows)]
+    flat = np.concatenate(rows)
+    spots = {kind: family.spots(flat, kind) for kind in family.placeholders}
+    report = Report(prompt_tokens=len(flat))
+    parts: list[tuple[Package, int, int]] = []
+    for number, (medium, start, end) in enumerate(_placed(media, spots)):
+        package, where = vision.package(medium, beside=media)
+        if note := vision.note(number, package, where):
+            report.notes.append(note)
+        parts.append((package, 0, medium.tokens))
+        about = (medium.modality, start, end, "computed", stage)
+        report.segments.append(Segment(*about, number, where, key=medium.key))
+    kept = set(family.rope_grid([medium.grid for medium in media]))
+    changed = {k: v for k, v in given.items() if k not in tensors or k in kept}
+    features = repeatable if repeated else Family.feature_inputs
+    return {**changed, **features(family, parts, ids)}, report
+
+
+def repeatable(family: Family, parts: Sequence[Part], ids: torch.Tensor) -> Record:
+    """Whole media as inputs of stock code, which may repeat them for several answers."""
+    inputs = family.feature_inputs(parts, ids)
+    outputs = inputs.get("mm_encoder_outputs")
+    for kind, output in (outputs or {}).items():
+        own = [package for package, _, _ in parts if package.modality == kind]
+        packed = getattr(output, "pooler_output", None)
+        if isinstance(packed, torch.Tensor) and own:
+            output.pooler_output = _by_picture(packed, own, len(ids))
+        if not getattr(output, "deepstack_features", None):
+            output.deepstack_features = None
+    return inputs
+
+
+def _by_picture(packed: torch.Tensor, packages: Sequence[Package], prompts: int) -> torch.Tensor:
+    """Split packed rows by picture or by tile, as the tower does, if all have one shape."""
+    shapes = {tuple(package.tensors["features"].shape[1:]) for package in packages}
+    if len(shapes) == 1 and len(min(shapes)) > 1:
+        return packed.reshape(-1, *shapes.pop())
+    if prompts > 1:
+        raise UnsupportedInput("pictures of several sizes in several prompts form one tensor")
+    return packed
+
+
+def _rows(ids: torch.Tensor, mask: object) -> list[np.ndarray]:
+    """The tokens of each row without padding."""
+    all_ids = ids.cpu().numpy().astype(np.int64)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        return list(all_ids)
+    keep = mask.cpu().numpy().astype(bool)
+    return [row[seen] for row, seen in zip(all_ids, keep, strict=True)]
+
+
+def _placed(
+    media: Sequence[Medium], spots: dict[str, np.ndarray]
+) -> Iterator[tuple[Medium, int, int]]:
+    """Each medium with its first and last place, checked before anything is encoded."""
+    used = dict.fromkeys(spots, 0)
+    placed = []
+    for medium in media:
+        start = used[medium.modality]
+        here = spots[medium.modality][start : start + medium.tokens]
+        used[medium.modality] += medium.tokens
+        placed.append(
+            (medium, int(here[0]) if len(here) else 0, int(here[-1]) + 1 if len(here) else 0)
+        )
+    for kind, places in spots.items():
+        if len(places) != used[kind]:
+            raise PlaceholderMismatch(
+                f"input_ids has {len(places)} {kind} placeholders, its {kind}s have {used[kind]} "
+                "tokens"
+            )
+    yield from placed

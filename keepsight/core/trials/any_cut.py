@@ -1,0 +1,400 @@
+"""Finds out whether this machine computes a token's states from the tokens before it alone.
+
+If so, a prompt can be cut at any token. Nothing is assumed: each shape of a linear layer and each
+kind of attention is tried with numbers whose sums cancel, so that another order of adding shows. A
+pass of the model is watched for products that other functions compute. Then the whole model runs
+over one prompt in one pass, in pieces, token by token and beside other sequences; all bits must be
+equal. If a trial fails or cannot be made, prompts are cut at boundaries, and `why` gives the
+reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import digests
+from keepsight.core.decoding.drafts import GUESSES
+from keepsight.core.decoding.lane_batch import LaneBatch
+from keepsight.core.decoding.lane_mixer import MixerLayer
+from keepsight.core.decoding.recorded_steps import SETTLED
+from keepsight.core.engine import Engine, Run
+from keepsight.core.kernels import mixers
+from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
+from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
+from keepsight.core.kernels.few_rows import fewest_rows
+from keepsight.core.kernels.linear import Linears, kernels_for, rows_agree
+from keepsight.core.kernels.packing import Group, Packing, groups_in
+from keepsight.core.kernels.passes import Kernels
+from keepsight.core.settings import RuntimeSettings
+from keepsight.core.trials import doubtful, findings
+from keepsight.core.trials.findings import Finding, Rules
+from keepsight.core.trials.graph_trial import GraphTrial, equal, states_of, tokens_of
+from keepsight.core.trials.scratch_runs import ScratchRuns
+from keepsight.kinds import Record
+from keepsight.models.families import Family
+from keepsight.models.narrow import is_narrow
+from keepsight.models.no_gradients import quiet
+from keepsight.models.weights import Weights
+from keepsight.prefix.prompt import Rule
+from keepsight.store.contract import Store
+
+TOKENS = 46  # tokens of the test prompt
+CUTS = (1, 4, 9, 24, 45)  # where the test prompt is cut
+_TOKENS_ON_A_GRID = 145  # tokens of the test prompt where layers compute in chunks
+_CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
+_NEAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the logits' scale
+_ALIKE = 0.3  # of the logits' norm: no more than rounding does by choosing other experts
+_APART, _LONGEST = 16, 512  # tokens of a snapshot if any cut is exact
+_CHOSEN = "the caller chose boundaries, with grain="
+_OTHER_BITS = "the whole model gives other bits"
+_NOT_KNOWN = "its linear layers are not those known by their class name"
+# Layers whose keys a lane can hold completely, and layers whose states are computed on a grid.
+_AS_EXPORTED = ("exported graphs",)
+_SHOWN = ("full", "sliding", "none", "linear")
+_TOGETHER = 8  # sequences of a step that is recorded while warming up
+_MOST = 8  # environments whose findings are kept
+
+
+class Graphs(Protocol):
+    """A runtime that computes in place of PyTorch."""
+
+    boundaries_because: str  # why a prompt cannot be cut anywhere; empty if it can
+    decoder_bytes: int
+
+
+class AnyCut:
+    """Tells whether any cut is exact for one model in the current environment."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        engine: Engine,
+        weights: Weights,
+        settings: RuntimeSettings,
+        owned: bool,
+        store: Store | None = None,
+    ) -> None:
+        mixers.begin(model)
+        self._store = store
+        self._model, self._family, self._engine = model, family, engine
+        self._scratch = ScratchRuns(model, family, engine)
+        self._weights = weights
+        self._is_narrow = is_narrow(model)  # once, because it walks over all modules
+        # A caller who names a grain wants boundaries.
+        self.asked = settings.grain is None and not family.packages_only
+        self.before = Finding(None, "" if self.asked else _CHOSEN)
+        pack = owned if settings.pack == "auto" else bool(settings.pack)
+        self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")
+        self._may_pack = settings.pack is not True and bool(kernels_for(model.dtype))
+        weights.on_forget = self.packing.forget
+        self._graphs: Graphs | None = getattr(model, "exported", None)
+        self._found: dict[str, Finding] = {}
+        self._packed_for = self._shapes = ""
+
+    def rule(self, boundaries: Rule, environment: Record, engine: Engine) -> tuple[Rule, Finding]:
+        """Return the rule for cutting prompts now, and the finding it rests on. The engine gets the
+        kernels that were found."""
+        found = self.find(environment)
+        engine.lanes.grows, engine.kernels = found.kernels is not None, found.kernels
+        if found.kernels is None:
+            return boundaries, found
+        rule = replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST)
+        return replace(rule, states=self._engine.shape.has_states), found
+
+    def find(self, environment: Record) -> Finding:
+        """Return the finding for this environment; try only once per environment."""
+        weights = self._weights
+        why = self._why_not(environment)
+        if why:
+            return Finding(None, why)
+        here = digests.digest("environment", environment)  # threads: MKL packs by their number
+        elsewhere = self.packing.wanted and here != self.packing.tried_in
+        if weights.all != self._packed_for or self.packing.is_behind or elsewhere:
+            self._shapes = self._shapes_now()
+            self._remember_rules(self._name(environment), here)
+            self.packing.follow(self._groups(), here)
+            self._packed_for = weights.all
+            self.forget_steps()
+        name = self._name(environment)
+        if name not in self._found:
+            while len(self._found) >= _MOST:
+                self._found.pop(next(iter(self._found)))
+            found = self._recalled(name) or self._tried(name, environment)
+            self._found[name] = found
+            if found.kernels is not None:  # never from a store: the machine may have been busy
+                linears = found.kernels.linears
+                linears.few = fewest_rows(self.packing.packed.values(), linears.rows)
+        found = self._found[name]
+        if found.kernels is not None and (doubts := self._doubts(found.kernels)):
+            found = self._found[name] = Finding(None, doubts[0])
+        if found.kernels is not None:
+            found.kernels.ready = partial(self._pack_for, here)
+        return found
+
+    def _pack_for(self, environment: str) -> None:
+        """Pack again as in this environment: a call in another thread, with another number of
+        threads, may have packed between two steps of an answer."""
+        if self.packing.wanted and self.packing.tried_in != environment:
+            self.packing.follow(self._groups(), environment)
+            self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Record steps again: old recordings read dropped copies, or miss new ones."""
+        for known in self._found.values():
+            if known.kernels is not None:
+                known.kernels.steps.clear()
+
+    def warm_up(self) -> None:
+        """Record decoded steps before anyone waits for one: of one token, where tokens are guessed
+        of as many as a pass checks, and of eight sequences together."""
+        kernels = self._engine.kernels
+        if kernels is None or kernels.in_graphs:
+            return
+        ids = self._scratch.ids(2)
+        run = self._scratch.begin(kernels, ids)
+        sizes = [1] * GRID  # a list for each block of the grid
+        if not self._on_a_grid:
+            sizes = [
+                size for size in (1, *(guessed + 1 for guessed in GUESSES)) for _ in range(SETTLED)
+            ]
+        kernels.warming_up = True
+        try:
+            with quiet(self._model), self._scratch.uncounted():
+                self._engine.chunk(run, 0, len(ids), [])
+                for size in sizes:
+                    self._engine.forward(run, [int(ids[0])] * size)
+                # In a model whose steps take long, none is recorded.
+                if any(step.run is not None for step in kernels.steps.values()):
+                    self._step_together(kernels, ids)
+        finally:
+            kernels.warming_up = False
+
+    def _step_together(self, kernels: Kernels, ids: np.ndarray) -> None:
+        """Steps of several sequences, enough of them to be recorded."""
+        if self._on_a_grid or not self._family.decodes_together:
+            return
+        runs = [self._scratch.begin(kernels, ids) for _ in range(_TOGETHER)]
+        for run in runs:
+            self._engine.chunk(run, 0, len(ids), [])
+        batch = LaneBatch(self._model, self._family, runs)
+        for _ in range(SETTLED):
+            batch.step([int(ids[0])] * _TOGETHER)
+
+    def stats(self) -> Record:
+        """Bytes of packed copies, the fewest rows of their calls, and the number of decoded steps
+        that ran as a recorded list since the model last changed."""
+        # Copy both: another thread may be adding to them.
+        kernels = [known.kernels for known in list(self._found.values()) if known.kernels]
+        ran = sum(step.ran for one in kernels for step in list(one.steps.values()))
+        few = max((one.linears.few for one in kernels), default=1)
+        return {
+            "packed_bytes": self.packing.nbytes,
+            "fewest_rows": few,
+            "recorded_steps": ran,
+        }
+
+    def _name(self, environment: Record) -> str:
+        """The name of a finding: everything it depends on except the machine."""
+        now = (self._shapes, self.packing.wanted)
+        return digests.digest(
+            "any cut", environment, self._weights.code, self._weights.config, *now
+        )
+
+    def _read(self, name: str) -> findings.Noted | None:
+        # A private fingerprint means nothing to other processes, so it has no note.
+        store = None if self._weights.is_private else self._store
+        return findings.read(store, name, lambda: self.packing.packed)
+
+    def _remember_rules(self, name: str, here: str) -> None:
+        """Reuse an earlier process's findings about packed weights."""
+        if self.packing.wanted and not self.packing.rules and (noted := self._read(name)):
+            self.packing.rules, self.packing.tried_in = noted.packing, here
+
+    def _recalled(self, name: str) -> Finding | None:
+        """The finding of an earlier process, if a quick check confirms it here."""
+        noted = self._read(name)
+        if noted is None or noted.finding.kernels is None:
+            return None if noted is None else noted.finding
+        with quiet(self._model):
+            if self._graphs is not None:
+                return noted.finding if self._trial(noted.finding.kernels).agrees() else None
+            agrees = all(
+                rows_agree(noted.finding.kernels.linears, layer)
+                for layer in {
+                    tuple(layer.weight.shape): layer for group in self._groups() for layer in group
+                }.values()
+            )
+        return noted.finding if agrees else None
+
+    def _tried(self, name: str, environment: Record) -> Finding:
+        here = digests.digest("environment", environment) == self.packing.tried_in
+        found = self._try(self.packing.rules if here else {})
+        if not self._weights.is_private:
+            findings.write(self._store, name, found, self.packing.rules)
+        return found
+
+    def _doubts(self, kernels: Kernels) -> list[str]:
+        """Everything the model used that is not shown to be exact."""
+        return [*kernels.linears.doubts, *kernels.doubts]
+
+    def _why_not(self, environment: Record) -> str:
+        """The reason that excludes any cut without a trial, or an empty text."""
+        model, shape = self._model, self._engine.shape
+        kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
+        if self._graphs is not None and self._graphs.boundaries_because:
+            return self._graphs.boundaries_because
+        if model.device.type != "cpu":
+            return f"its kernels were never tried on {model.device.type}"
+        if self._is_narrow:
+            return (
+                "its weights have eight bits, and a pass over few tokens computes them differently"
+            )
+        if kinds:
+            return f"it has layers of other kinds than attention: {', '.join(kinds)}"
+        if self._family.reuse != "prefix":
+            return "prompt tokens attend to later tokens"
+        if not self._family.decodes_as_prefilled:
+            return "decoded tokens may take another path through the model than prompt tokens"
+        if environment.get("compiled") or environment.get("autocast"):
+            return "it is compiled, or runs under autocast"
+        return ""
+
+    def _groups(self) -> Iterator[Group]:
+        """The linear layers of the decoder and the output head; none for exported graphs."""
+        if self._graphs is None:
+            for part in self._family.text_modules():
+                yield from groups_in(part)
+
+    def _shapes_now(self) -> str:
+        """The shapes of all weights of the language model; adapters change them."""
+        parts = [part.named_parameters() for part in self._family.text_modules()]
+        shapes = [[name, list(w.shape), str(w.dtype)] for part in parts for name, w in part]
+        return digests.digest("shapes", shapes)
+
+    def _try(self, tried: Rules) -> Finding:
+        linears = Linears(lambda: self.packing.packed, tried)
+        linears.is_watched = True
+        windows = "sliding" in self._engine.shape.kinds
+        kernels = Kernels(linears, QueryRows(windows), in_graphs=self._graphs is not None)
+        try:
+            with quiet(self._model):
+                if kernels.in_graphs:
+                    why = self._trial(kernels).fails()
+                    return Finding(None, why) if why else Finding(kernels, "", _AS_EXPORTED)
+                if why := self._fails(kernels):
+                    return Finding(None, why + self._advice(why, kernels))
+                linears.is_watched = False
+                rows = kernels.linears.rows.items()
+                names = sorted(f"{name}: {rule}" for name, rule in rows)
+                fillings = kernels.query_rows.fillings.items()
+                names += sorted(f"{heads}: {how}" for heads, how in fillings if how != USUAL)
+                if fillings:
+                    names.append(KEYS_READ)
+                if self._engine.shape.has_states:
+                    names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
+                return Finding(kernels, "", tuple(names))
+        except Exception as error:  # a foreign model may raise anything
+            why = f"it could not be tried: {type(error).__name__}: {error}"
+            return Finding(None, why, lasts=False)
+
+    def _advice(self, why: str, kernels: Kernels) -> str:
+        """What the user may change to make bits equal, where other kernels are known to help."""
+        if not why.startswith(_OTHER_BITS) and None not in kernels.linears.rows.values():
+            return ""
+        plain, dtype = self._may_pack and not self.packing.wanted, self._model.dtype
+        ways = ["pack=True"] * plain + ["float32"] * (dtype != torch.float32)
+        return f" ({' or '.join(ways)} may help)" if ways else ""
+
+    def _trial(self, kernels: Kernels) -> GraphTrial:
+        count = tokens_of(0 if self._graphs is None else self._graphs.decoder_bytes)
+
+        def begin(ids: np.ndarray) -> Run:
+            return self._scratch.begin(kernels, ids)
+
+        return GraphTrial(self._model, self._family, self._engine, begin, self._scratch.ids(count))
+
+    def _fails(self, kernels: Kernels) -> str:
+        """What shows that bits depend on more than earlier tokens; empty if nothing does."""
+        ids = self._scratch.ids(_TOKENS_ON_A_GRID if self._on_a_grid else TOKENS)
+        others: set[str] = set()
+        with doubtful.noted_in(others, len(ids)):
+            wanted = self._states(kernels, ids, ())
+        if others:
+            return f"results that depend on neighbouring rows come from {', '.join(sorted(others))}"
+        if doubts := self._doubts(kernels):
+            return doubts[0]
+        if not kernels.query_rows.fillings:
+            return "its attention is computed by its own functions"
+        if why := self._mixers_fail(kernels):
+            return why
+        if why := self._unlike_stock(wanted[-1].float(), ids):
+            return why
+        if not equal(wanted, self._states(kernels, ids, self._cuts)):
+            return f"{_OTHER_BITS} when a prompt is cut"
+        if not self._equal_beside_others(kernels, ids, wanted):
+            return f"{_OTHER_BITS} beside other sequences"
+        return ""
+
+    @property
+    def _on_a_grid(self) -> bool:
+        return self._engine.shape.has_states
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        return _CUTS_ON_A_GRID if self._on_a_grid else CUTS
+
+    def _mixers_fail(self, kernels: Kernels) -> str:
+        """What is wrong with fixed-size layers of the last pass; empty if nothing is."""
+        count, met = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
+        if len(met) != count:
+            return "it has linear layers computed by their own functions"
+        for heads in {heads for heads in met if heads is not None}:
+            if not delta_rows_are_equal(heads):
+                return (
+                    f"the gated delta rule with {heads.values} heads depends on the number of rows"
+                )
+        return "" if mixers.are_upstreams(self._model, MixerLayer) else _NOT_KNOWN
+
+    def _unlike_stock(self, ours: torch.Tensor, ids: np.ndarray) -> str:
+        """How the model's own logits differ from ours by more than rounding; empty if not."""
+        stock = self._states(None, ids, ())[-1].float()
+        near = _NEAR.get(self._model.dtype, 0.0)
+        if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():
+            return _NOT_KNOWN
+        if (ours - stock).norm() > _ALIKE * stock.norm():
+            return "it computes something else than our kernels"
+        return ""
+
+    def _states(
+        self, kernels: Kernels | None, ids: np.ndarray, cuts: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Keys, values, states and logits of a prompt computed in the given pieces."""
+        run, engine = self._scratch.begin(kernels, ids), self._engine
+        logits = None
+        with self._scratch.uncounted():
+            for start, stop in pairwise([0, *cuts, len(ids)]):
+                logits = engine.chunk(run, start, stop, [])
+        return [*states_of(run.lane), *([] if logits is None else [logits])]
+
+    def _equal_beside_others(
+        self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
+    ) -> bool:
+        """Whether the last tokens get the same states when decoded beside other sequences."""
+        engine, first = self._engine, len(ids) - 2
+        runs = [self._scratch.begin(kernels, ids[:count]) for count in (first, 5)]
+        with self._scratch.uncounted():
+            for run in runs:
+                engine.chunk(run, 0, len(run.prompt), [])
+        batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)
+        for token in ids[first:]:
+            logits = batch.step([int(token)] * len(runs))
+        return equal(wanted, [*states_of(runs[0].lane), logits[:1]])

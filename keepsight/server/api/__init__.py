@@ -1,0 +1,1 @@
+"""The routes, the bodies they take and the events they send."""

@@ -1,0 +1,381 @@
+"""Routes to prepare, explain, count, pin and forget what is remembered, for the tenant of the key.
+
+A tenant sees and forgets only its own entries. Entries of all tenants are for whoever runs the
+server: without API keys everyone who can reach it, with keys an administrator.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import operator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from pydantic import ConfigDict, Field
+
+from keepsight.core import pins
+from keepsight.errors import StoreError
+from keepsight.kinds import Options, Record
+from keepsight.media.medium import Medium
+from keepsight.report import Report
+from keepsight.server.api.schema import AnyTool, ChatMessage, Rendering, TemplateOptions
+from keepsight.server.api.streaming import report_of, unless_gone
+from keepsight.server.api.unused import Strict
+from keepsight.server.errors import ApiError, invalid, refused
+from keepsight.server.limits.body import BodyRoute
+from keepsight.server.limits.callers import Caller
+from keepsight.server.limits.threads import is_large
+from keepsight.server.media.parts import Name, PixelLimits
+from keepsight.server.service import Service, tools_of, visit_of
+
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+_TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that decide a prompt
+_MOST = 1000  # most pictures of a store that are listed
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Held = list[Record] | list[Medium]  # a conversation, or its media
+
+
+class ResetRequest(Strict):
+    """What to forget: a tenant's own entries, or with `everyone` all; with `store` on disk too."""
+
+    cache_salt: Salt | None = None
+    everyone: bool = False
+    store: bool = False
+
+
+class HeldRequest(PixelLimits):
+    """What to pin or remove: a conversation, with `pictures_only` its pictures, or `images` by the
+    keys in reports and `/v1/cache/images`."""
+
+    model_config = ConfigDict(extra="forbid")  # this route must not guess
+
+    model: Name
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
+    images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
+    pictures_only: bool = False
+    tools: list[AnyTool] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    cache_salt: Salt | None = None
+
+
+class PinRequest(HeldRequest):
+    """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
+
+    pinned: bool = True
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["cache"], route_class=BodyRoute)
+    _add_reports(router, service)
+    _add_held(router, service)
+    _add_whole(router, service)
+    return router
+
+
+def _add_reports(router: APIRouter, service: Service) -> None:
+
+    @router.post("/v1/prepare", operation_id="prepare")
+    async def prepare(body: Rendering, request: Request) -> Record:
+        """Encode and prefill now, so that these messages are answered at once."""
+        work = functools.partial(service.prepare, account=visit_of(request).who().account)
+        return await _reported(service, body, request, work)
+
+    @router.post("/v1/cache/explain", operation_id="explain")
+    async def explain(body: Rendering, request: Request) -> Record:
+        """The report that an answer would get, without running the model."""
+
+        def look(messages: list[Record], **options: object) -> Awaitable[Report]:
+            work = functools.partial(service.scheduler.together.explain, messages, **options)
+            return service.threads.run(work, is_large(messages))
+
+        return await _reported(service, body, request, look)
+
+
+def _add_held(router: APIRouter, service: Service) -> None:
+    @router.get("/v1/cache/images", operation_id="cache_images")
+    async def images(
+        request: Request,
+        cache_salt: Annotated[Salt | None, Query()] = None,
+        stored: bool = False,
+    ) -> Record:
+        """The pictures with features in memory, by key, for one tenant; with `stored` also those
+        that only the store has, the most recently used first, at most a thousand of them."""
+        tenant = visit_of(request).who().salted(cache_salt) or service.vlm.tenant
+
+        def work() -> list[Record]:
+            held = _held(service, tenant)
+            return held + (_stored(service, tenant, held) if stored else [])
+
+        return {"object": "list", "data": await service.scheduler.change_cache(work)}
+
+    @router.post("/v1/cache/pin", operation_id="cache_pin")
+    async def pin(body: PinRequest, request: Request) -> Record:
+        """Pin pictures or a whole conversation. What messages need and is missing is computed; a
+        picture given by key must be remembered."""
+
+        def keep(what: Held, options: Options) -> int:
+            service.vlm.pin(what, body.pinned, **options)
+            return 0
+
+        if body.images is not None:
+            work = functools.partial(_pin_images, service, pinned=body.pinned)
+            keys = (await _on_images(service, body, body.images, request, work))[1]
+        else:
+            # Queued with other requests, without cost to them; unpinning matches the whole path
+            # too.
+            prefill = functools.partial(service.prepare, account=visit_of(request).who().account)
+            first = None if body.pictures_only else prefill
+            keys = (await _on_held(service, body, request, keep, first, True))[1]
+        return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
+
+    @router.post("/v1/cache/delete", operation_id="cache_delete")
+    async def delete(body: HeldRequest, request: Request) -> Record:
+        """Remove pictures, or a whole conversation, and everything computed from them."""
+
+        def forget(what: Held, options: Options) -> int:
+            return service.vlm.delete(what, **options)
+
+        if body.images is not None:
+            work = functools.partial(pins.delete_images, service.vlm.runtime)
+            done = await _on_images(service, body, body.images, request, work)
+        else:
+            done = await _on_held(service, body, request, forget)
+        return {"object": "cache.delete", "bytes_freed": done[0], "images": done[1]}
+
+
+def _add_whole(router: APIRouter, service: Service) -> None:
+    @router.get("/v1/cache/stats", operation_id="cache_stats")
+    async def stats(request: Request, cache_salt: Annotated[Salt | None, Query()] = None) -> Record:
+        """Bytes and counts of one tenant; of all for an administrator without a salt."""
+        caller = visit_of(request).who()
+        everyone = caller.admin and cache_salt is None
+        whose = None if everyone else caller.salted(cache_salt)
+
+        def work() -> Record:
+            stats = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
+            files = [f.nbytes for f in service.files.of(caller.tenant)]
+            stats["files"] = {"bytes": sum(files), "files": len(files)}
+            if everyone:
+                stats["scheduler"] = service.scheduler.together.stats()
+            return {
+                "object": "cache.stats",
+                "everyone": everyone,
+                **{name: _plain(value) for name, value in stats.items()},
+            }
+
+        stats: Record = await service.scheduler.count(work)
+        return stats
+
+    @router.post("/v1/cache/reset", operation_id="cache_reset")
+    async def reset(
+        request: Request,
+        body: ResetRequest = ResetRequest(),  # noqa: B008
+    ) -> Record:
+        """Forget what is remembered in memory; with `store`, also on disk."""
+        caller = visit_of(request).who()
+        whose = _whose_to_forget(caller, body)
+        await service.scheduler.change_cache(
+            lambda: service.vlm.clear(store=body.store, tenant=whose)
+        )
+        service.bindings.forget(whose)
+        service.responses.forget(whose)
+        return {"object": "cache.reset", "everyone": whose is None}
+
+    @router.post("/v1/cache/flush", operation_id="cache_flush")
+    async def flush(request: Request) -> Record:
+        """Answer when everything remembered so far is safe on the disk; otherwise the error says
+        what is not. It covers all tenants, so with API keys it needs an administrator's."""
+        if not visit_of(request).who().admin:
+            raise ApiError(
+                403, "flushing is for all keys together: it needs an administrator's key"
+            )
+        stored = service.vlm.runtime.store is not None
+        try:
+            await service.scheduler.flush(service.vlm.flush)
+        except StoreError as error:
+            raise ApiError(503, str(error), code="not_written") from error
+        return {"object": "cache.flush", "stored": stored}
+
+
+def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
+    if body.everyone and not caller.admin:
+        raise ApiError(403, "forgetting entries of all keys needs an administrator's key")
+    if body.everyone and body.cache_salt is not None:
+        raise ApiError(400, "give either everyone or cache_salt", param="everyone")
+    # Without keys and salt this is the default tenant, which has everything unsalted.
+    return None if body.everyone else caller.salted(body.cache_salt) or None
+
+
+async def _on_held(
+    service: Service,
+    body: HeldRequest,
+    request: Request,
+    act: Callable[[Held, Options], int],
+    first: Callable[..., Awaitable[Report]] | None = None,
+    learn: bool = False,
+) -> tuple[int, list[str]]:
+    """Act on the entries of a request, after the scheduler has prepared them; return the result and
+    the picture keys."""
+    if body.messages is None:
+        raise invalid("messages", "give messages, or images by their keys")
+    visit = visit_of(request)
+    visit.unused.sift(body)
+    if body.pictures_only:
+        _refuse_with(body, "pictures_only", *_TEMPLATE)
+    fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
+    rendering = Rendering(**{name: getattr(body, name) for name in fields})
+
+    async def work() -> tuple[int, list[str]]:
+        given, template, tenant = await service.rendering(rendering, visit)
+        # Pictures are opened here, where no client's tokens wait for them.
+        messages = await service.threads.run(
+            lambda: service.scheduler.together.named(given, tenant or service.vlm.tenant, learn),
+            is_large(given),
+        )
+        what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
+        if not what:
+            raise ApiError(400, "there is no picture in these messages", param="messages")
+        options = _options_of(rendering, template, tenant)
+
+        def both() -> tuple[int, list[str]]:
+            keys = _keys(service, messages, tenant)
+            return act(what, options), keys
+
+        if first is not None:
+            await first(what, **options)
+        return await service.scheduler.change_cache(both)
+
+    return await unless_gone(request, work(), visit)
+
+
+async def _on_images(
+    service: Service,
+    body: HeldRequest,
+    images: list[str],
+    request: Request,
+    act: Callable[[list[str], str], int],
+) -> tuple[int, list[str]]:
+    """Act on pictures given by key; return the result and the keys."""
+    if body.messages is not None:
+        raise invalid("images", "give either images by their keys, or messages")
+    _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
+    service.model.check_name(body.model)
+    caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
+    whose = caller.salted(body.cache_salt) or service.vlm.tenant
+
+    return await service.scheduler.change_cache(lambda: (act(keys, whose), keys))
+
+
+def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
+    for key, is_known in pins.are_known(service.vlm.runtime, keys, tenant).items():
+        if not is_known:  # check all of them first, so that a refusal changes nothing
+            raise ApiError(
+                404,
+                f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
+                "messages, or a key that /v1/cache/images lists",
+                param="images",
+                code="image_not_found",
+            )
+    pins.pin_images(service.vlm.runtime, keys, pinned, tenant)
+    return len(keys)
+
+
+def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
+    """(kind, medium) for each medium of gathered messages."""
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] != "text":
+                yield part["type"], part[part["type"]]
+
+
+def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
+    """The key of each medium, as in /v1/cache/images."""
+    vlm, tenant = service.vlm, tenant or service.vlm.tenant
+    with vlm.runtime.lock:
+        vlm.runtime.refresh(tenant=tenant)
+        vision = vlm.runtime.vision_of(tenant)
+        return [vision.name(medium, kind).key for kind, medium in _media_in(messages)]
+
+
+def _held(service: Service, tenant: str) -> list[Record]:
+    vlm = service.vlm
+    packages = vlm.runtime.caches.packages
+    with vlm.runtime.lock:
+        held = [(package, packages.pinned(tenant, key)) for key, package in packages.items(tenant)]
+    return [
+        {
+            "key": package.key,
+            "kind": package.modality,
+            "tokens": package.tokens,
+            "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
+            "pinned": pinned,
+            "tier": "memory",
+        }
+        for package, pinned in held
+    ]
+
+
+def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
+    """Pictures that only the store has: without tokens and kinds, and unopened."""
+    store = service.vlm.runtime.store_of(tenant)
+    if store is None:
+        return []
+    nearer = {row["key"] for row in held}
+    entries = (e for e in store.entries() if e.kind == "package" and e.media)
+    key = operator.attrgetter("used")
+    newest = heapq.nlargest(_MOST, (e for e in entries if e.media[0] not in nearer), key)
+    return [
+        {
+            "key": entry.media[0],
+            "kind": None,
+            "tokens": None,
+            "bytes": entry.nbytes,
+            "pinned": entry.pinned,
+            "tier": store.tier("package", entry.key),
+        }
+        for entry in newest
+    ]
+
+
+def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
+    """The library's options for the fields besides messages that decide a prompt."""
+    options: Options = {"tenant": tenant} if tenant else {}
+    if template:
+        options["template_kwargs"] = template
+    if body.shown_tools:
+        options["tools"] = tools_of(body.shown_tools)
+    return options
+
+
+def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
+    """Refuse fields that mean nothing together with another."""
+    for name in names:
+        if getattr(body, name):
+            raise refused(name, f"only goes with whole messages; leave it out with {field}")
+
+
+async def _reported(
+    service: Service, body: Rendering, request: Request, call: Callable[..., Awaitable[Report]]
+) -> Record:
+    visit = visit_of(request)
+    visit.unused.sift(body)
+
+    async def work() -> Record:
+        messages, template, tenant = await service.rendering(body, visit)
+        report = await call(messages, **_options_of(body, template, tenant))
+        report.notes += visit.unused.notes()
+        return {"object": "cache.report", "model": service.model.name, "report": report_of(report)}
+
+    return await unless_gone(request, work(), visit)
+
+
+def _plain(value: object) -> object:
+    """A value in a form that JSON can hold."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

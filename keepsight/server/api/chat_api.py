@@ -1,0 +1,259 @@
+"""`/v1/chat/completions`: OpenAI's chat API.
+
+Thoughts come as `reasoning_content`, tool calls as OpenAI's `tool_calls`. `usage` says what was
+reused, `timings` how long it took, and `keepsight`, on request, why.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from keepsight.kinds import Record
+from keepsight.report import Usage
+from keepsight.server.api.answers import AnswerEnd, AnswerRequest, AnswerStream, Delta, ScoredToken
+from keepsight.server.api.output_parser import OutputPiece
+from keepsight.server.api.schema import ChatRequest
+from keepsight.server.api.streaming import (
+    STREAMED,
+    Event,
+    EventStream,
+    cached_of,
+    images_of,
+    report_of,
+    timings,
+    unless_gone,
+)
+from keepsight.server.limits.body import BodyRoute
+from keepsight.server.limits.middleware import Visit
+from keepsight.server.service import Service, visit_of
+
+
+def routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["answers"], route_class=BodyRoute)
+
+    @router.post("/v1/chat/completions", operation_id="chat", responses=STREAMED)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """An answer to a conversation, whole or streamed."""
+        visit = visit_of(request)
+        visit.asked(body)
+        ask = await unless_gone(request, service.ask(body, visit), visit)
+        # Before the first byte is sent, so that bad input gets its own status.
+        answers = await unless_gone(request, service.submit(ask), visit)
+        chat = ChatResponse(service, body, ask, answers, visit)
+        if body.stream:
+            return EventStream(chat.events(), visit, answers)
+        return JSONResponse(await unless_gone(request, chat.whole(), visit))
+
+    return router
+
+
+@dataclass
+class ChatChoice:
+    """One growing answer."""
+
+    text: str = ""
+    thought: str = ""
+    calls: list[Record] = field(default_factory=list)
+    scored: list[Record] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    end: AnswerEnd | None = None
+
+    def message(self) -> Record:
+        """The answer as a message, in a form that may be sent back."""
+        made: Record = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.thought:
+            made["reasoning_content"] = self.thought
+        if self.calls:
+            made |= {"content": self.text or None, "tool_calls": self.calls}
+        return made
+
+
+class ChatResponse:
+    """One request's way to its response."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        ask: AnswerRequest,
+        answers: list[AnswerStream],
+        visit: Visit,
+    ) -> None:
+        self._service, self._body, self._ask, self._visit = service, body, ask, visit
+        self._answers = answers
+        self._choices = [ChatChoice() for _ in answers]
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model.name,
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        merged = self._service.merged(self._answers, self._visit.who(), self._visit)
+        async with aclosing(merged) as deltas:
+            async for number, delta in deltas:
+                self._choices[number].end = delta.end
+                self._choices[number].tokens += delta.tokens
+                yield number, delta
+
+    async def whole(self) -> Record:
+        """The response if it is not streamed."""
+        async for number, delta in self._deltas():
+            choice = self._choices[number]
+            choice.scored += [scored_of(s, self._service) for s in delta.scored]
+            for piece in delta.pieces:
+                if piece.kind == "call":
+                    choice.calls.append(_call(piece))
+                elif piece.kind == "thought":
+                    choice.thought += piece.text
+                else:
+                    choice.text += piece.text
+        choices = [
+            {
+                "index": number,
+                "message": choice.message(),
+                "logprobs": self._logprobs(choice.scored),
+                "finish_reason": choice.end.reason if choice.end else None,
+                **({"token_ids": choice.tokens} if self._ask.shows_tokens else {}),
+            }
+            for number, choice in enumerate(self._choices)
+        ]
+        head = {**self._head, **self._prompt_ids()}
+        return {**head, "object": "chat.completion", "choices": choices, **self._measurements()}
+
+    def _prompt_ids(self) -> Record:
+        """The tokens of the prompt, if requested."""
+        if not self._ask.shows_tokens:
+            return {}
+        return {"prompt_token_ids": self._answers[0].prompt_ids}
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The chunks of a streamed response."""
+        started: set[int] = set()
+        first_chunk = True
+        async for number, delta in self._deltas():
+            parts = [_part(piece, self._choices[number]) for piece in delta.pieces]
+            if number not in started:
+                started.add(number)
+                first = parts.pop(0) if parts else {"content": ""}
+                parts.insert(0, {"role": "assistant", **first})
+            scored = self._logprobs([scored_of(s, self._service) for s in delta.scored])
+            tokens = delta.tokens if self._ask.shows_tokens else []
+            if (scored or tokens) and not parts:
+                parts = [{}]  # a token without text, such as part of a character
+            for spot, part in enumerate(parts):
+                chunk = self._chunk(number, part, None, scored if spot == 0 else None)
+                if self._ask.shows_tokens:
+                    chunk["choices"][0]["token_ids"] = tokens if spot == 0 else []
+                    chunk |= self._prompt_ids() if first_chunk else {}
+                    first_chunk = False
+                yield None, chunk
+            if delta.end is not None:
+                yield None, self._chunk(number, {}, delta.end.reason)
+        measured = self._measurements()
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield None, {**self._head, "object": _CHUNK, "choices": [], **measured}
+        elif "keepsight" in measured:
+            measured.pop("usage")
+            yield None, {**self._head, "object": _CHUNK, "choices": [], **measured}
+        yield None, "[DONE]"
+
+    def _chunk(
+        self, number: int, delta: Record, reason: str | None, logprobs: Record | None = None
+    ) -> Record:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {**self._head, "object": _CHUNK, "choices": [choice]}
+        options = self._body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self._so_far()
+        elif options is not None and options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _so_far(self) -> dict[str, int]:
+        """Tokens of the prompt and of all answers so far."""
+        prompt = self._answers[0].prompt_tokens
+        written = sum(len(choice.tokens) for choice in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+        }
+
+    def _measurements(self) -> Record:
+        """Usage, timings and, on request, the report. With several choices they are those of the
+        first one's prompt."""
+        ends = [choice.end for choice in self._choices if choice.end is not None]
+        if not ends:
+            return {}
+        first = ends[0]
+        measured = {"usage": usage_of(ends), "timings": timings(first)}
+        if self._body.keepsight is not None and self._body.keepsight.report:
+            measured["keepsight"] = {"report": report_of(first.report)}
+        return measured
+
+    def _logprobs(self, scored: list[Record]) -> Record | None:
+        if not self._ask.sampling.logprobs or not scored:
+            return None
+        return {"content": scored, "refusal": None}
+
+
+_CHUNK = "chat.completion.chunk"
+
+
+def scored_of(scored: ScoredToken, service: Service) -> Record:
+    """A token with its log probability and those of its alternatives."""
+    rows = []
+    for likely in (scored.chosen, *scored.likeliest):
+        text, data = service.model.token_text(likely.token)
+        rows.append({"token": text, "logprob": likely.logprob, "bytes": data})
+    return {**rows[0], "top_logprobs": rows[1:]}
+
+
+def usage_of(ends: list[AnswerEnd]) -> Record:
+    """Token counts: the prompt counts once, however many answers it has."""
+    usage, written = ends[0].usage, sum(end.usage.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": usage.prompt_tokens + written,
+        "prompt_tokens_details": cached_of(usage),
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
+            **guessed_of([end.usage for end in ends]),
+        },
+        **images_of(usage),
+    }
+
+
+def guessed_of(usages: list[Usage]) -> Record:
+    """Numbers of guessed tokens, right and wrong, in the fields of predicted outputs."""
+    right = sum(usage.accepted_tokens for usage in usages)
+    asked = sum(usage.drafted_tokens for usage in usages)
+    return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": asked - right}
+
+
+def _call(piece: OutputPiece) -> Record:
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"id": piece.id, "type": "function", "function": function}
+
+
+def _part(piece: OutputPiece, choice: ChatChoice) -> Record:
+    """A piece as the delta of a chunk."""
+    if piece.kind == "thought":
+        return {"reasoning_content": piece.text}
+    if piece.kind == "text":
+        return {"content": piece.text}
+    choice.calls.append(_call(piece))
+    return {"tool_calls": [{"index": len(choice.calls) - 1, **choice.calls[-1]}]}

@@ -1,0 +1,87 @@
+"""A conversation as a `.keep` file, which `keepsight chat` and `vlm.resume` continue.
+
+What is not remembered yet is computed in turn with other requests before the file is written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse
+from starlette.background import BackgroundTask
+
+from keepsight.kinds import Record
+from keepsight.server.api.schema import Rendering
+from keepsight.server.api.streaming import unless_gone
+from keepsight.server.errors import refused
+from keepsight.server.limits.body import BodyRoute
+from keepsight.server.limits.threads import is_large
+from keepsight.server.service import Service, visit_of
+from keepsight.session import Session
+
+_TEMPLATE = ("tools", "chat_template_kwargs")
+_FILE: dict[int | str, Record] = {
+    200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
+}
+
+
+def routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["cache"], route_class=BodyRoute)
+
+    @router.post(
+        "/v1/cache/save",
+        operation_id="cache_save",
+        response_class=FileResponse,
+        responses=_FILE,
+    )
+    async def save(body: Rendering, request: Request) -> FileResponse:
+        """A conversation with features and states as a `.keep` file, computed if missing."""
+        for name in _TEMPLATE:
+            if getattr(body, name):
+                raise refused(name, "a .keep file holds only messages and pictures")
+        return await unless_gone(request, _saved(service, body, request), visit_of(request))
+
+    return router
+
+
+async def _saved(service: Service, body: Rendering, request: Request) -> FileResponse:
+    visit = visit_of(request)
+    visit.unused.sift(body)
+    given, template, tenant = await service.rendering(body, visit)
+    if template:
+        raise refused("chat_template_kwargs", "a .keep file holds only messages and pictures")
+    whose = tenant or service.vlm.tenant
+    # Pictures are opened and prompts computed where no other client's tokens wait for them.
+    named = await service.threads.run(
+        lambda: service.scheduler.together.named(given, whose), is_large(given)
+    )
+    await service.prepare(named, tenant or None, account=visit.who().account)
+    session = Session(service.vlm.runtime, tenant=whose)
+    session.messages = [_of_session(message) for message in named]
+    folder = tempfile.TemporaryDirectory(prefix="keepsight-")
+    try:
+        path = Path(folder.name) / "conversation.keep"
+        await service.scheduler.change_cache(lambda: session.save(path))
+    except BaseException:
+        folder.cleanup()
+        raise
+    return FileResponse(
+        path,
+        media_type="application/octet-stream",
+        filename=path.name,
+        background=BackgroundTask(folder.cleanup),
+    )
+
+
+def _of_session(message: Record) -> Record:
+    """A message in a session's form: text as a part, and only pictures as media."""
+    content = message["content"]
+    if isinstance(content, str) and message["role"] != "system":
+        content = [{"type": "text", "text": content}]
+    for part in content if isinstance(content, list) else ():
+        if part["type"] not in ("text", "image"):
+            raise refused("messages", f"a .keep file holds pictures, and no {part['type']}")
+    return {"role": message["role"], "content": content}

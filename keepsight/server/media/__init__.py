@@ -1,0 +1,1 @@
+"""The media of a request: fetched, opened, checked and counted; uploads."""

@@ -1,0 +1,1 @@
+"""A store at an fsspec address: whole objects, listed instead of catalogued."""
