@@ -40,6 +40,7 @@ from keepsight.media.medium import Medium
 from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import LEFT_OUT
+from keepsight.models.renamed import EncoderOutput
 from keepsight.prefix.prompt import Prompt
 from keepsight.store import Store, open_store
 from keepsight.vlm import VLM
@@ -83,7 +84,7 @@ class Loaded:
     packages: list[Package]
 
 
-class Features(SimpleNamespace):
+class Features(EncoderOutput):
     """Stands for the tower's output in a batch; it moves like a tensor."""
 
     def to(self, device: torch.device | str, **options: Any) -> Features:

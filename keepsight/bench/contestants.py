@@ -23,6 +23,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Inputs, Message, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
+from keepsight.models.renamed import with_cache
 from keepsight.prefix.prompt import Prompt, common
 from keepsight.report import Report, Usage
 from keepsight.vlm import VLM
@@ -243,7 +244,7 @@ class Limit:
         output = self._model(
             input_ids=torch.from_numpy(prompt.ids[start:end])[None].to(self._model.device),
             position_ids=self._positions[..., start:end],
-            past_key_values=self._cache,
+            **with_cache(self._model, self._cache),
             use_cache=True,
             logits_to_keep=1,
             **inputs,

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from keepsight.kinds import Inputs, Message, Processor
+from keepsight.models.renamed import RETURNED
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -82,7 +83,7 @@ class StockSession:
         )
         ids = output.sequences[0, inputs["input_ids"].shape[1] :]
         return StockReply(
-            self.text(ids), output.logits[0], output.past_key_values, output.sequences[0, :-1]
+            self.text(ids), output.logits[0], output[RETURNED], output.sequences[0, :-1]
         )
 
     def text(self, ids: torch.Tensor) -> str:

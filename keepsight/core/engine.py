@@ -29,6 +29,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Inputs, Record
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
+from keepsight.models.renamed import with_cache
 from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Node, Received
@@ -231,8 +232,8 @@ class Engine:
         inputs: Inputs = {
             "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
             "position_ids": run.positions[..., start:end].to(device),
-            "past_key_values": run.lane.cache,
             "use_cache": True,
+            **with_cache(self._model, run.lane.cache),
         }
         extra = self._family.chunk_inputs(run.prompt.ids, run.prompt.types, start, end)
         inputs |= {name: tensor.to(device) for name, tensor in extra.items()}

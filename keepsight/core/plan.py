@@ -23,6 +23,7 @@ from keepsight.models.families import Family, family_of
 from keepsight.models.families.tower_absent import tower_parts
 from keepsight.models.loadable import check_sees
 from keepsight.models.reachable import check_hub
+from keepsight.models.renamed import with_cache
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 _LEVELS = "deepstack_visual_indexes"
@@ -99,7 +100,7 @@ def _remembered(model: PreTrainedModel) -> tuple[int, int]:
     lane = Lane(model, Shape.of(model), grows=True)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
-        model(input_ids=ids, past_key_values=lane.cache, use_cache=True)
+        model(input_ids=ids, use_cache=True, **with_cache(model, lane.cache))
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise ModelError(
             f"models of type {model.config.model_type} cannot be planned without their weights: "

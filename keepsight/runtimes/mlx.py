@@ -27,6 +27,7 @@ from keepsight.errors import UnsupportedInput
 from keepsight.kinds import CacheLayer, DeviceMap, Dtype, Grid
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
+from keepsight.models.renamed import NEW, OLD, RETURNED
 from keepsight.runtimes.imports import Untyped
 from keepsight.runtimes.manifest import file_digest
 from keepsight.runtimes.mlx_library import Array, Mlx
@@ -327,9 +328,10 @@ class _MlxDecoder(DecoderStandIn):
 
     def __call__(self, *more: object, **options: object) -> MoeModelOutputWithPast:
         session = cast(_Decoder, self._session)
-        session.begin(getattr(options.get("past_key_values"), "layers", ()))
+        cache = options.get(NEW, options.get(OLD))
+        session.begin(getattr(cache, "layers", ()))
         output = super().__call__(*more, **options)  # type: ignore[arg-type]
-        session.end(output.past_key_values.layers)
+        session.end(output[RETURNED].layers)
         return output
 
 

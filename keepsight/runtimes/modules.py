@@ -8,7 +8,6 @@ model, with states in the usual lanes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Protocol
 
 import torch
@@ -22,6 +21,7 @@ from keepsight.core.decoding.state import Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.kinds import CacheLayer, Options
 from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors
+from keepsight.models.renamed import RETURNED, EncoderOutput
 from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 from keepsight.runtimes.buffers import bias_of, padded_buffers, write_rows
@@ -103,7 +103,7 @@ class PackedTowerStandIn:
 
     def __call__(
         self, hidden_states: Tensor, grid_thw: Tensor, *more: object, **options: object
-    ) -> SimpleNamespace:
+    ) -> EncoderOutput:
         _refuse_outputs("tower", options)
         refuse_unknown("an exported tower", more, options, {*FOLLOWS_FROM_SIZES, *_OUTPUTS})
         # Frames attend only to themselves, so a video is as many pictures.
@@ -114,7 +114,7 @@ class PackedTowerStandIn:
         made = [self._one(*each) for each in zip(pieces, frames, strict=True)]
         names = ["features", *(deepstack(level) for level in range(self._levels))]
         features, *levels = (torch.cat([one[name] for one in made]) for name in names)
-        output = SimpleNamespace(pooler_output=features)
+        output = EncoderOutput(pooler_output=features)
         if levels:  # Transformers indexes a list here
             output.deepstack_features = levels
         return output
@@ -144,14 +144,14 @@ class WholeTowerStandIn:
         _check_inputs(session, {"pixel_values"}, "tower")
         self._session, self._config = session, config
 
-    def __call__(self, pixel_values: Tensor, *more: object, **options: object) -> SimpleNamespace:
+    def __call__(self, pixel_values: Tensor, *more: object, **options: object) -> EncoderOutput:
         _refuse_outputs("tower", options)
         as_exported = {n for n, value in options.items() if self._is_usual(n, value)}
         refuse_unknown("an exported tower", more, options, {*as_exported, *_OUTPUTS})
         rows = pixel_values.float().split(1)
         made = [self._session.run({"pixel_values": row})["features"] for row in rows]
         # As in Transformers: one tensor for all, or a list with an entry per picture.
-        return SimpleNamespace(pooler_output=torch.cat(made) if made[0].ndim == 3 else made)
+        return EncoderOutput(pooler_output=torch.cat(made) if made[0].ndim == 3 else made)
 
     def _is_usual(self, name: str, value: object) -> bool:
         """Whether an option has the configuration's value, with which the graph was traced."""
@@ -190,6 +190,7 @@ class DecoderStandIn:
         position_ids: Tensor | None = None,
         attention_mask: Mask = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         visual_pos_masks: Tensor | None = None,
         deepstack_visual_embeds: Sequence[Tensor] | None = None,
         **options: object,
@@ -197,13 +198,14 @@ class DecoderStandIn:
         if inputs_embeds is None or input_ids is not None:
             raise UnsupportedInput("an exported decoder takes embeddings, not ids")
         _refuse_outputs("decoder", options)
-        _refuse_cache(past_key_values)
+        cache = past_key_values if cache is None else cache
+        _refuse_cache(cache)
         refuse_unknown("an exported decoder", more, options, _OUTPUTS)
-        if past_key_values is None:
-            past_key_values = DynamicCache(config=self._config)
+        if cache is None:
+            cache = DynamicCache(config=self._config)
         rows, tokens, _ = inputs_embeds.shape
         if position_ids is None:
-            held = past_key_values.get_seq_length()
+            held = cache.get_seq_length()
             position_ids = torch.arange(held, held + tokens).expand(rows, -1)
         feeds = {
             "inputs_embeds": inputs_embeds,
@@ -211,7 +213,7 @@ class DecoderStandIn:
             **self._deepstack(inputs_embeds, visual_pos_masks, deepstack_visual_embeds),
         }
         into = {"hidden": torch.empty_like(inputs_embeds)}
-        layers = past_key_values.layers
+        layers = cache.layers
         held = self._held(layers, rows)
         for number, layer in enumerate(layers):
             self._put_states(number, layer, inputs_embeds, feeds, into)
@@ -219,9 +221,7 @@ class DecoderStandIn:
         found = self._session.run(feeds, into)
         for number, layer in enumerate(layers):
             self._take_states(number, layer, feeds, found, tokens)
-        return MoeModelOutputWithPast(
-            last_hidden_state=found["hidden"], past_key_values=past_key_values
-        )
+        return MoeModelOutputWithPast(last_hidden_state=found["hidden"], **{RETURNED: cache})
 
     def _positions(self, given: Tensor) -> Tensor:
         """Text, time, height and width for multimodal rope; Transformers accepts fewer rows too."""

@@ -20,6 +20,7 @@ from PIL import Image
 import keepsight as ks
 from keepsight.core.stock.generate import Generated
 from keepsight.kinds import Grid, Inputs, Processor
+from keepsight.models.renamed import RETURNED
 from keepsight.testing.common import expect, gone, swapped_in
 from keepsight.testing.prompts import Messages, answered, logits_of, noise, once, pictures_of, turn
 from keepsight.vlm import VLM
@@ -146,7 +147,7 @@ class FamilyTests:
         def generated() -> GenerateDecoderOnlyOutput:
             given = {**self.given(messages), **_WHOLE}
             output = self.parts[0].generate(**given, max_new_tokens=tokens)
-            output.past_key_values = None  # they are not used
+            setattr(output, RETURNED, None)  # they are not used
             return output
 
         return once((type(self), "stock", tokens), messages, generated)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from keepsight.core.decoding.state import Lane, Shape, Tensors
 from keepsight.formats.package import storage_bytes
+from keepsight.models.renamed import with_cache
 from keepsight.testing.common import expect, same_tensors
 
 
@@ -50,7 +51,7 @@ class StateTests:
         output = model(
             input_ids=ids[:, start:end],
             position_ids=torch.arange(start, end)[None],
-            past_key_values=lane.cache,
+            **with_cache(model, lane.cache),
             use_cache=True,
         )
         lane.length = end

@@ -25,6 +25,7 @@ from keepsight.formats.package import storage_bytes
 from keepsight.kinds import CacheLayer
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
+from keepsight.models.renamed import with_cache
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
 
 _WASTE = 4  # compact when more than one column in this many is unused
@@ -288,7 +289,7 @@ class Batch:
                 input_ids=torch.tensor([[token] for token in tokens], device=device),
                 position_ids=self._positions,
                 attention_mask=self._mask[:, : self.length],
-                past_key_values=self.cache,
+                **with_cache(self._model, self.cache),
                 use_cache=True,
                 logits_to_keep=1,
             )

@@ -20,6 +20,7 @@ from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.passes import attention_here, running
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
+from keepsight.models.renamed import with_cache
 
 
 class _Rows(LaneLayer):
@@ -178,7 +179,7 @@ class LaneBatch:
             output = self._model(
                 input_ids=ids.to(device),
                 position_ids=torch.cat(places, dim=-2).to(device),
-                past_key_values=self._cache,
+                **with_cache(self._model, self._cache),
                 use_cache=True,
                 logits_to_keep=ends_within,
             )

@@ -25,6 +25,7 @@ from keepsight.core.kernels.script import RecordedStep, can_script, scripted
 from keepsight.kinds import Inputs
 from keepsight.models.families import Family
 from keepsight.models.fingerprint.difference import is_silent
+from keepsight.models.renamed import with_cache
 from keepsight.system.memory import without_collecting
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def decode(
                 **extra,
                 input_ids=torch.tensor(tokens, device=device),
                 position_ids=positions + torch.arange(count, device=positions.device),
-                past_key_values=cache,
+                **with_cache(model, cache),
                 use_cache=True,
                 logits_to_keep=count,
             )
@@ -200,7 +201,7 @@ def _run_over(
             output = model(
                 input_ids=scratch.given[IDS],
                 position_ids=scratch.given[POSITIONS],
-                past_key_values=cache,
+                **with_cache(model, cache),
                 use_cache=True,
                 logits_to_keep=count,
             )

@@ -18,6 +18,7 @@ from torch.nn import functional
 from keepsight.core.kernels import passes
 from keepsight.core.kernels.delta import DeltaHeads, GridState, OpenSequence
 from keepsight.core.kernels.elementwise import in_whole_vectors
+from keepsight.models.renamed import NEW, OLD
 from keepsight.models.silence import without_notes
 from keepsight.models.upstream import activation
 
@@ -200,7 +201,7 @@ def _put_before(stock: Callable[..., torch.Tensor], ours: _Ours) -> Callable[...
     def forward(self: Layer, *given: object, **named: Layer) -> torch.Tensor:
         if torch.compiler.is_compiling() or given or not passes.is_running():
             return stock(self, *given, **named)
-        cache = named.get("cache_params", named.get("past_key_values"))
+        cache = next((named[name] for name in ("cache_params", NEW, OLD) if name in named), None)
         states = getattr(cache.layers[self.layer_idx], "states", None) if cache else None
         if states is None:
             return stock(self, **named)

@@ -18,6 +18,7 @@ from keepsight.core.decoding.state import Shape
 from keepsight.export.graphs import tracing
 from keepsight.kinds import Inputs
 from keepsight.models.families import Family
+from keepsight.models.renamed import with_cache
 from keepsight.runtimes.states import (
     BIAS,
     PLACES,
@@ -131,7 +132,7 @@ class Decoder(GraphPart):
             inputs_embeds=inputs_embeds,
             position_ids=position_ids,
             attention_mask=self._masks(inputs),
-            past_key_values=cache,
+            **with_cache(self.decoder, cache),
             use_cache=True,
             **self._deepstack(inputs),
         )

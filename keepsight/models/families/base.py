@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -44,6 +43,7 @@ from keepsight.models.families.pixels import (
 )
 from keepsight.models.families.tower_absent import absent_parts
 from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.renamed import EncoderOutput
 
 # Tokens that end a turn. A boundary follows each, so a turn can be continued.
 TURN_ENDS = (
@@ -329,7 +329,7 @@ class Family:
             return tuple(rows_of(p.tensors[name], a, b).to(device, dtype) for p, a, b in parts)
 
         features, packed = rows("features"), parts[0][0].container == "tensor"
-        output = SimpleNamespace(pooler_output=torch.cat(features)[None] if packed else features)
+        output = EncoderOutput(pooler_output=torch.cat(features)[None] if packed else features)
         levels = sum(name.startswith("deepstack.") for name in parts[0][0].tensors)
         output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
         return {"image": output}

@@ -9,7 +9,6 @@ to draw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels, own
+from keepsight.models.renamed import EncoderOutput
 
 _GRIDS = "image_grid_thw"
 
@@ -67,7 +67,7 @@ class GlmImage(Family):
 
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """Channels first, on the grid of each picture, as Transformers' quantiser takes them."""
-        return {"image": SimpleNamespace(pooler_output=[self._on_grid(p) for p, _, _ in parts])}
+        return {"image": EncoderOutput(pooler_output=[self._on_grid(p) for p, _, _ in parts])}
 
     def _on_grid(self, package: Package) -> torch.Tensor:
         (grid,) = torch.tensor(package.grid[_GRIDS]).tolist()

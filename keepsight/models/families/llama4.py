@@ -7,7 +7,6 @@ pass. So the features are `last_hidden_state`, and nothing is pooled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from keepsight.kinds import Record
 from keepsight.models.families.aya_vision import AyaVision
 from keepsight.models.families.pixels import Part, Pixels, own, rows_of
+from keepsight.models.renamed import EncoderOutput
 
 
 class Llama4(AyaVision):
@@ -48,4 +48,4 @@ class Llama4(AyaVision):
         """Rows of features in the field that this model reads."""
         device, dtype = self.model.device, self.model.dtype
         rows = [rows_of(p.tensors["features"], a, b).to(device, dtype) for p, a, b in parts]
-        return {"image": SimpleNamespace(last_hidden_state=torch.cat(rows)[None])}
+        return {"image": EncoderOutput(last_hidden_state=torch.cat(rows)[None])}

@@ -9,7 +9,6 @@ with such tokens in a prompt without an image are refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.kinds import Record
 from keepsight.models.families.aya_vision import AyaVision
 from keepsight.models.families.pixels import Part, Pixels
+from keepsight.models.renamed import EncoderOutput
 
 
 class Ovis2(AyaVision):
@@ -60,7 +60,7 @@ class Ovis2(AyaVision):
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """The usual outputs, plus the embeddings of the frame tokens."""
         table = self.core.visual_embeddings_table.weight
-        outputs = super().encoder_outputs(parts) if parts else {"image": SimpleNamespace()}
+        outputs = super().encoder_outputs(parts) if parts else {"image": EncoderOutput()}
         if not parts:
             outputs["image"].pooler_output = table.new_empty(1, 0, table.shape[-1])
         outputs["image"].visual_indicator_features = table[-self._rows :]

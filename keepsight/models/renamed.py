@@ -1,0 +1,39 @@
+"""What Transformers' versions name differently: the cache of a forward pass, and tower outputs.
+
+Up to 5.23 a forward pass takes its cache as `past_key_values` and returns it under that name; since
+5.24 the name is `cache`. Code that comes with a checkpoint may have either.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import SimpleNamespace
+
+import torch
+from transformers import Cache
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from keepsight.kinds import Inputs
+
+OLD, NEW = "past_key_values", "cache"
+# The name in the outputs of Transformers' own models.
+RETURNED = NEW if NEW in MoeModelOutputWithPast.__dataclass_fields__ else OLD
+
+
+def with_cache(model: torch.nn.Module, cache: Cache) -> Inputs:
+    """The cache as a named argument of this model's forward pass."""
+    return {_name_of(type(model)): cache}
+
+
+@functools.lru_cache(64)
+def _name_of(kind: type[torch.nn.Module]) -> str:
+    return NEW if NEW in inspect.signature(kind.forward).parameters else OLD
+
+
+class EncoderOutput(SimpleNamespace):
+    """Features in the form of a tower's output, as Transformers takes them."""
+
+    def to_tuple(self) -> tuple[object, ...]:
+        """What is there, in the order in which it was set."""
+        return tuple(value for value in vars(self).values() if value is not None)
