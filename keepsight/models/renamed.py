@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -23,12 +24,12 @@ RETURNED = NEW if NEW in MoeModelOutputWithPast.__dataclass_fields__ else OLD
 
 def with_cache(model: torch.nn.Module, cache: Cache) -> Inputs:
     """The cache as a named argument of this model's forward pass."""
-    return {_name_of(type(model)): cache}
+    return {_name_in(type(model).forward): cache}
 
 
 @functools.lru_cache(64)
-def _name_of(kind: type[torch.nn.Module]) -> str:
-    return NEW if NEW in inspect.signature(kind.forward).parameters else OLD
+def _name_in(forward: Callable[..., object]) -> str:
+    return NEW if NEW in inspect.signature(forward).parameters else OLD
 
 
 class EncoderOutput(SimpleNamespace):
