@@ -16,6 +16,7 @@ from exported_models import small
 from models import picture, stock_inputs, turn
 
 from keepsight.export.graphs import tracing
+from keepsight.models.renamed import EncoderOutput
 from keepsight.runtimes import imports
 
 AUTO = torch.export.Dim.AUTO
@@ -113,7 +114,7 @@ def test_beams_look_into_an_empty_list_of_levels() -> None:
         features = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"]
         ).pooler_output
-    output = SimpleNamespace(pooler_output=list(features), deepstack_features=[])
+    output = EncoderOutput(pooler_output=list(features), deepstack_features=[])
     options = {n: v for n, v in inputs.items() if n != "pixel_values"}
     with pytest.raises(IndexError):
         model.generate(

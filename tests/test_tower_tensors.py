@@ -29,6 +29,7 @@ from bench import towers as towers_bench
 from keepsight.errors import InputError, UnsupportedModel
 from keepsight.models.families import Family, Pixels, family_of
 from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.renamed import SINCE_5_24
 
 _PLAIN = {"cu_seqlens", "position_ids"}
 _WINDOWS = {"window_index", "cu_window_seqlens"}
@@ -66,6 +67,8 @@ TAKES: dict[str, set[str]] = {
     "cosmos3_edge": {"cu_seqlens"},
     "hunyuan_vl": {"cu_seqlens"},
 }
+if SINCE_5_24:  # what Transformers computes for this tower is not what the tower computes
+    TAKES["muse_glimmer"] -= _TABLE
 # Mllama keeps its media beside the sequence, and has no such tensors at all.
 NONE = [kind for kind in models.ALL if kind not in TAKES and kind != "mllama"]
 
@@ -87,6 +90,12 @@ def stock(own: Family, pixels: Any) -> dict[str, torch.Tensor]:
         own.tower_tensors = kept
 
 
+def parts(given: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among some inputs; since 5.24 some come in tuples, with plain numbers."""
+    values = (value if isinstance(value, tuple) else (value,) for value in given.values())
+    return [one for some in values for one in some if isinstance(one, torch.Tensor)]
+
+
 # -- features ------------------------------------------------------------------------------------
 
 
@@ -98,11 +107,11 @@ def test_features_equal_stock_bit_for_bit(kind: str) -> None:
         pixels = own.preprocess(processor, models.picture(size[0], *size), {})
         given = own.tower_tensors.of(pixels.tensors)
         assert set(given) == TAKES.get(kind, set())
-        before = {name: (value, value.clone()) for name, value in given.items()}
+        before = [(value, value.clone()) for value in parts(given)]
         found, wanted = own.encode(pixels)[0], stock(own, pixels)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert all(torch.equal(*pair) for pair in before.values()), "a tower changed what we keep"
+        assert all(torch.equal(*pair) for pair in before), "a tower changed what we keep"
     own.tower_tensors.prepared.check()
 
 
@@ -113,7 +122,7 @@ def test_in_half_precision_too(kind: str) -> None:
     own, processor = family(kind, torch.bfloat16)
     pixels = own.preprocess(processor, models.picture(5, 160, 96), {})
     given = own.tower_tensors.of(pixels.tensors)
-    floating = {value.dtype for value in given.values() if value.is_floating_point()}
+    floating = {value.dtype for value in parts(given) if value.is_floating_point()}
     assert floating == ({torch.float32} if TAKES[kind] >= _TABLE else set())
     found, wanted = own.encode(pixels)[0], stock(own, pixels)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -145,7 +154,7 @@ def counted(function: Callable[..., Any], made: list[str]) -> Callable[..., Any]
     def noting(*args: Any, **options: Any) -> Any:
         given = [id(value) for value in (options.get("kwargs") or {}).values()]
         result = function(*args, **options)
-        parts = result if isinstance(result, tuple) else (result,)
+        parts = (result, *result) if isinstance(result, tuple) else (result,)
         if not any(id(part) in given for part in parts):
             made.append(function.__name__)
         return result
@@ -166,6 +175,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> list[str]:
 @pytest.mark.parametrize("kind", TAKES)
 @torch.no_grad()
 def test_made_once_for_each_grid(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if SINCE_5_24 and kind == "muse_glimmer":
+        pytest.skip("this tower computes a table by itself")
     own, processor = family(kind)
     tower = next(iter(own.tower_tensors._towers.values()))  # the one that sees
     made = watch(monkeypatch, sys.modules[type(tower.module).__module__])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ import torch
 from models import build, picture, stock_inputs, turn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
+
+from keepsight.models.renamed import EncoderOutput
 
 FIRST = [turn("Look at this picture.", picture(1))]
 SECOND = [*FIRST, turn("Fine.", role="assistant"), turn("And this?", picture(2, 160, 96))]
@@ -73,7 +74,7 @@ def test_generate_changes_the_features_it_is_given() -> None:
         output = model.get_image_features(
             inputs.pop("pixel_values"), inputs["image_grid_thw"], return_dict=True
         )
-    holder = SimpleNamespace(
+    holder = EncoderOutput(
         pooler_output=output.pooler_output, deepstack_features=output.deepstack_features
     )
     before = holder.pooler_output

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -28,6 +27,7 @@ from transformers.exporters.utils import apply_patches
 
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.models.families import Family, family_of
+from keepsight.models.renamed import EncoderOutput
 
 KINDS = (
     "qwen2_vl",
@@ -112,7 +112,7 @@ class Case:
 
 def seen(features: dict[str, torch.Tensor]) -> Call:
     deepstack = [(tensor,) for name, tensor in features.items() if name != "features"]
-    image = SimpleNamespace(pooler_output=(features["features"],), deepstack_features=deepstack)
+    image = EncoderOutput(pooler_output=(features["features"],), deepstack_features=deepstack)
     return {"mm_encoder_outputs": {"image": image}}
 
 
@@ -373,7 +373,7 @@ def test_glm_image_steps_in_one_graph_and_cannot_look_in_one() -> None:
     """Its prefill counts picture tokens with an `if`; a step with positions given is one graph."""
     model, _ = glm_image()
     call, features = glm_image_call(model, 4, 4)
-    pictured = {**call, "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=features)}}
+    pictured = {**call, "mm_encoder_outputs": {"image": EncoderOutput(pooler_output=features)}}
     with pytest.raises(Exception, match="Data-dependent branching"):
         compiled(model)[0](pictured)
     torch._dynamo.reset()
@@ -382,7 +382,7 @@ def test_glm_image_steps_in_one_graph_and_cannot_look_in_one() -> None:
         call, features = glm_image_call(model, *size)
         caches = [DynamicCache(config=model.config) for _ in range(2)]
         for cache in caches:
-            seen_now = {"image": SimpleNamespace(pooler_output=features)}
+            seen_now = {"image": EncoderOutput(pooler_output=features)}
             model(**call, mm_encoder_outputs=seen_now, past_key_values=cache, use_cache=True)
         step = {"input_ids": torch.tensor([[9]])}
         step["position_ids"] = call["position_ids"][..., -1:] + 1

@@ -18,8 +18,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from keepsight.kinds import Inputs
 
 OLD, NEW = "past_key_values", "cache"
-# The name in the outputs of Transformers' own models.
-RETURNED = NEW if NEW in MoeModelOutputWithPast.__dataclass_fields__ else OLD
+SINCE_5_24 = NEW in MoeModelOutputWithPast.__dataclass_fields__
+RETURNED = NEW if SINCE_5_24 else OLD  # the name in the outputs of Transformers' own models
 
 
 def with_cache(model: torch.nn.Module, cache: Cache) -> Inputs:

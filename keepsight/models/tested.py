@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from keepsight.errors import UpstreamChanged
 
 # The newest versions that all tests ran with, and the oldest.
-TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
+TESTED = {"transformers": "5.24.0", "torch": "2.13.0"}
 OLDEST_TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
 
 

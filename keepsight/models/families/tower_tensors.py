@@ -17,6 +17,7 @@ import torch
 
 from keepsight.kinds import Inputs, Record
 from keepsight.models import upstream
+from keepsight.models.renamed import SINCE_5_24
 from keepsight.store import MemoryCache
 
 BUDGET = 32 * 2**20  # bytes for one model; an image of 4,096 patches takes about 300 KB
@@ -53,6 +54,10 @@ _TAKERS = {
     "pool_indices": ("get_pool_indices",),
 }
 
+# Since 5.24 this tower reads its table of positions with height and width exchanged, and what
+# Transformers computes for it beforehand does not: the tower is left to do it by itself.
+_OWN = {"muse_glimmer_vision": {"interp_indices", "interp_weights"}} if SINCE_5_24 else {}
+
 FOLLOWS_FROM_SIZES = frozenset(_TAKERS)  # what a tower may be given besides its pixels
 
 
@@ -73,7 +78,8 @@ class _Prepared:
 
     @property
     def nbytes(self) -> int:
-        return sum(v.nbytes for v in self.inputs.values() if isinstance(v, torch.Tensor))
+        values = (v if isinstance(v, tuple) else (v,) for v in self.inputs.values())
+        return sum(v.nbytes for some in values for v in some if isinstance(v, torch.Tensor))
 
 
 class TowerTensors:
@@ -153,10 +159,15 @@ def _tower(core: torch.nn.Module, name: str) -> _Tower | None:
         if module is core or name not in _arguments(type(module).forward):
             continue
         called = set(_called(module))
-        takes = frozenset(n for n, takers in _TAKERS.items() if called & set(takers))
+        takes = {n for n, takers in _TAKERS.items() if called & set(takers)}
+        takes -= _OWN.get(_kind(module), set())
         if takes:
-            return _Tower(module, takes)
+            return _Tower(module, frozenset(takes))
     return None
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return str(getattr(getattr(module, "config", None), "model_type", ""))
 
 
 @lru_cache(maxsize=512)
