@@ -44,6 +44,7 @@ _CHECKED = ("attention_mask", "position_ids", *_TYPES)
 _REFUSED = {
     "mm_encoder_outputs": "pass images as packages, to chat() or ask()",
     "past_key_values": "Keepsight keeps its own",
+    "cache": "Keepsight keeps its own",
 }
 _OF_OTHER_MEDIA = (
     "pixel_values_videos",

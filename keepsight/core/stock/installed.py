@@ -28,6 +28,7 @@ from keepsight.core.stock.generate import Generated, GenerateRequest, request, r
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.models import upstream
+from keepsight.models.renamed import NEW, OLD
 from keepsight.report import Report
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _STOCK_ONLY: dict[str, tuple[object, ...]] = {
     "inputs_embeds": (None,),  # without ids Transformers computes positions differently
 }
 # With these a call of stock code has its own layout of the prompt.
-_AS_PIXELS = ("custom_generate", "inputs_embeds", "past_key_values", "mm_encoder_outputs")
+_AS_PIXELS = ("custom_generate", "inputs_embeds", OLD, NEW, "mm_encoder_outputs")
 _CALLERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _OURS = ("exact", "seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
 _Ref = weakref.ReferenceType["InstalledGenerate"]
@@ -191,15 +192,16 @@ class InstalledGenerate:
             return
         ids = given.get("input_ids", given.get("inputs"))
         family = self._runtime.family
-        if given.get("past_key_values", self) is not None or not isinstance(ids, torch.Tensor):
+        none = [name for name in (OLD, NEW) if name in given and given[name] is None]
+        if not none or not isinstance(ids, torch.Tensor):
             return
         features = [given.get(name) for name in ("mm_encoder_outputs", "inputs_embeds")]
         if pixels_in(family, given) or any(one is not None for one in features):
             return
         if any(bool((ids == token).any()) for token in family.placeholders.values()):
             raise InputError(
-                "past_key_values is None, and input_ids has placeholders of pictures that are not "
-                "given: Keepsight's replies hold no past_key_values. Give the pictures again; they "
+                f"{none[0]} is None, and input_ids has placeholders of pictures that are not "
+                f"given: Keepsight's replies hold no {none[0]}. Give the pictures again; they "
                 "are remembered, and nothing is computed twice"
             )
 
