@@ -18,8 +18,8 @@ from keepsight.core.kernels.linear import Packed, Rows, Shape
 NUMBERS = (1, 2, 4, 8)
 _READ = 256 << 20  # bytes of weights that are read in a pass, if there are as many
 _CACHED = 32 << 20  # fewer bytes stay in caches, and time tells nothing
-_PASSES = 3  # of each number; the shortest counts
-_WORTH = 0.95  # more rows must take less than this share of the time
+_PASSES = 6  # of each number, in turn; the shortest counts
+_WORTH = 0.97  # more rows must take less than this share of the time
 
 _Layer = tuple[Packed, Rows]
 
