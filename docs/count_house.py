@@ -50,6 +50,9 @@ def count(package: Path) -> dict[str, float]:
         "rooms (folders in the root)": sum(
             (path / "__init__.py").exists() for path in package.iterdir()
         ),
+        "modules in the fullest folder": max(
+            len(list(path.glob("*.py"))) for path in (package, *package.rglob("*"))
+        ),
         "modules that import each other in a circle": circles(arrows(package, types=False)),
         "entries of the root that import each other": len(list(mutual(entries(package)))),
         "lines shipped": sum(len(path.read_text("utf-8").splitlines()) for path in shipped),
