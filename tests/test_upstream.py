@@ -343,10 +343,15 @@ class _TakesOld(torch.nn.Module):
     def forward(self, ids: Any, past_key_values: Any = None, **more: Any) -> Any: ...
 
 
+class _PassesOn(torch.nn.Module):
+    def forward(self, *given: Any, **named: Any) -> Any: ...
+
+
 def test_a_cache_is_given_by_the_name_that_forward_has() -> None:
     cache = transformers.DynamicCache()
     assert with_cache(_TakesNew(), cache) == {"cache": cache}
     assert with_cache(_TakesOld(), cache) == {"past_key_values": cache}
+    assert with_cache(_PassesOn(), cache) == {RETURNED: cache}
     model, _ = build("qwen3_vl")
     (name,) = with_cache(model, cache)
     assert name == RETURNED

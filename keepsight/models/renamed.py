@@ -29,7 +29,9 @@ def with_cache(model: torch.nn.Module, cache: Cache) -> Inputs:
 
 @functools.lru_cache(64)
 def _name_in(forward: Callable[..., object]) -> str:
-    return NEW if NEW in inspect.signature(forward).parameters else OLD
+    """The name that a forward pass has for it; Transformers' own where it passes all on (PEFT)."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in (NEW, OLD) if name in taken), RETURNED)
 
 
 class EncoderOutput(SimpleNamespace):
