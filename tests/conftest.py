@@ -21,6 +21,7 @@ import pytest
 import torch
 from described_once import describe_once
 from intel_avx2 import skip_what_asks_for_more
+from since_5_24 import skip_what_5_24_cannot
 from slow_tests import mark_repetitions_slow
 
 
@@ -50,6 +51,7 @@ if _OWNER and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _ROOM
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_what_asks_for_more(items)
+    skip_what_5_24_cannot(items)
     mark_repetitions_slow(items)
 
 
