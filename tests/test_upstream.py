@@ -336,6 +336,12 @@ def test_a_version_that_was_not_tried_is_not_installed() -> None:
 
 
 class _TakesNew(torch.nn.Module):
+    def forward(self, ids: Any, cache: Any = None) -> Any: ...
+
+
+class _TakesBoth(torch.nn.Module):
+    """Code of a checkpoint, in which the other name may mean something else."""
+
     def forward(self, ids: Any, cache: Any = None, past_key_values: Any = None) -> Any: ...
 
 
@@ -351,7 +357,8 @@ def test_a_cache_is_given_by_the_name_that_forward_has() -> None:
     cache = transformers.DynamicCache()
     assert with_cache(_TakesNew(), cache) == {"cache": cache}
     assert with_cache(_TakesOld(), cache) == {"past_key_values": cache}
-    assert with_cache(_PassesOn(), cache) == {RETURNED: cache}
+    for module in (_TakesBoth(), _PassesOn()):
+        assert with_cache(module, cache) == {RETURNED: cache}
     model, _ = build("qwen3_vl")
     (name,) = with_cache(model, cache)
     assert name == RETURNED

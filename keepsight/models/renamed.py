@@ -29,9 +29,10 @@ def with_cache(model: torch.nn.Module, cache: Cache) -> Inputs:
 
 @functools.lru_cache(64)
 def _name_in(forward: Callable[..., object]) -> str:
-    """The name that a forward pass has for it; Transformers' own where it passes all on (PEFT)."""
+    """The name that a forward pass has for it. Transformers' own comes first: code with both may mean
+    something else by the other. It also stands where a forward passes everything on (PEFT)."""
     taken = inspect.signature(forward).parameters
-    return next((name for name in (NEW, OLD) if name in taken), RETURNED)
+    return next((name for name in (RETURNED, NEW, OLD) if name in taken), RETURNED)
 
 
 class EncoderOutput(SimpleNamespace):
