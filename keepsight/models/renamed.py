@@ -29,8 +29,8 @@ def with_cache(model: torch.nn.Module, cache: Cache) -> Inputs:
 
 @functools.lru_cache(64)
 def _name_in(forward: Callable[..., object]) -> str:
-    """The name that a forward pass has for it. Transformers' own comes first: code with both may mean
-    something else by the other. It also stands where a forward passes everything on (PEFT)."""
+    """The name that a forward pass has for it. Transformers' own comes first: code with both may
+    mean something else by the other. It also stands where everything is passed on (PEFT)."""
     taken = inspect.signature(forward).parameters
     return next((name for name in (RETURNED, NEW, OLD) if name in taken), RETURNED)
 
