@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import count_house
 import pytest
 import typer
 
@@ -214,11 +213,6 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
     folder = ROOT / "keepsight"
     gone = [name for name in named if not [*ROOT.glob(name), *folder.rglob(name)]]
     assert len(named) > 5 and not gone
-
-
-def test_the_house_in_numbers_is_what_was_recorded() -> None:
-    text = count_house.PAGE.read_text(encoding="utf-8")
-    assert count_house.page(text) == text, "run python docs/count_house.py --table"
 
 
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
