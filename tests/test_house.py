@@ -70,6 +70,7 @@ def test_files_that_are_named_exist() -> None:
 
 # -- who may import whom -----------------------------------------------------------------------
 
+
 def rooms() -> dict[str, Path]:
     """Each room by name: a folder with an `__init__`, or one file."""
     found = {p.stem: p for p in HOUSE.glob("*.py") if p.stem != "__main__"}
@@ -140,8 +141,8 @@ def test_a_room_imports_what_its_first_sentence_says(name: str) -> None:
 
 
 def test_rooms_import_each_other_in_no_circle() -> None:
-    floors = floors({name: allowed(name) for name in ROOMS})
-    assert sum(map(len, floors)) == len(ROOMS)
+    rows = floors({name: allowed(name) for name in ROOMS})
+    assert sum(map(len, rows)) == len(ROOMS)
 
 
 def test_the_front_door_is_easy_to_read() -> None:
