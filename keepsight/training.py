@@ -234,7 +234,6 @@ class _Layout:
     ) -> None:
         self._vlm, self._index, self._store, self._template = vlm, index, store, template
         self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
-        self._places: dict[int, PackageLocation] = {}
         self._fits: set[str] = set()  # kinds of making already compared with the model
 
     def example(self, number: int, record: Labelled) -> Example:
@@ -275,11 +274,7 @@ class _Layout:
     # -- finding packages ------------------------------------------------------------------------
 
     def _name(self, image: object, modality: str) -> Medium:
-        """The medium; notes the place of its package if already known."""
-        if isinstance(image, Package):
-            medium = self._vision.name(image, modality)
-            self._places[id(medium)] = PackageLocation(medium.identity, package=image)
-            return medium
+        """The medium; what has a package of its own carries it, or its file."""
         path = self._file_of(image, modality)
         return self._vision.name(image, modality) if path is None else self._of_file(path, modality)
 
@@ -303,20 +298,28 @@ class _Layout:
             self._fits.add(made)
         what = identity(record["key"], record["weights"], record["settings"])
         made = feature_id(what, record["provenance"])
-        layout, about = tuple(record["layout"]), (record["source"], _unread, modality)
-        medium = Medium(record["key"], what, made, record["grid"], layout, *about)
-        self._places[id(medium)] = PackageLocation(what, path=str(path.absolute()))
-        return medium
+        return Medium(
+            record["key"],
+            what,
+            made,
+            record["grid"],
+            tuple(record["layout"]),
+            record["source"],
+            _PackageFile(str(path.absolute())),
+            modality,
+        )
 
     def _place(self, medium: Medium, number: int) -> PackageLocation:
         if medium.modality == "audio":
             raise UnsupportedInput(
                 f"record {number} has sound, which no test has shown in training"
             )
-        known = self._places.get(id(medium))
+        own = medium.recall
+        if isinstance(own, Package):
+            return PackageLocation(medium.identity, package=own)
+        if isinstance(own, _PackageFile):
+            return PackageLocation(medium.identity, path=own.path)
         path = self._index.by_identity.get(medium.identity)
-        if known is not None:
-            return known
         if path is not None:
             return PackageLocation(medium.identity, path=str(path.absolute()))
         if self._store is not None and self._store.has("package", medium.feature_id):
@@ -329,8 +332,14 @@ class _Layout:
         return PackageLocation(medium.identity, package=self._vision.package(medium)[0])
 
 
-def _unread() -> NoReturn:
-    raise UnsupportedInput(LEFT_OUT)
+@dataclass(frozen=True)
+class _PackageFile:
+    """Stands for the pixels of a medium whose package is in a file; training reads it there."""
+
+    path: str
+
+    def __call__(self) -> NoReturn:
+        raise UnsupportedInput(LEFT_OUT)
 
 
 @dataclass

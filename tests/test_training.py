@@ -345,6 +345,21 @@ def test_images_are_found_in_a_store(tmp_path: Path) -> None:
             data[0]
 
 
+def test_files_and_plain_pictures_keep_their_own_features(folder: Path) -> None:
+    """Media of files are let go of in turn, and later media take their places in memory."""
+    with ks.load("demo", dtype="float32") as vlm:
+        file, of_file = str(folder / "0.sight"), vlm.encode(pictures()[0]).key
+        plain = [picture(number) for number in range(10, 26)]
+        keys = [package.key for package in vlm.encode(plain)]
+        asked, expected = [], []
+        for image, key in zip(plain, keys, strict=True):
+            asked += [(file, file), (image, file), (file, image)]
+            expected += [(of_file, of_file), (key, of_file), (of_file, key)]
+        data = PackageDataset(vlm, [([turn("Which?", *given)], "A cat.") for given in asked])
+        loaded = [data[n].packages for n in range(len(data))]
+        assert [(one.key, two.key) for one, two in loaded] == expected
+
+
 def test_an_image_without_a_package_is_told_before_training(folder: Path) -> None:
     (folder / "1.sight").unlink()
     with ks.load("demo", dtype="float32") as vlm:
