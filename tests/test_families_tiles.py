@@ -56,6 +56,8 @@ class TestCohere2Vision(FamilyTests):
 
 
 class TestGotOcr2(FamilyTests):
+    takes_text_alone = False
+
     def make_model(self) -> tuple[Any, Any]:
         return build("got_ocr2")
 

@@ -84,6 +84,7 @@ class TestGemma4Unified(FamilyTests):
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 class TestPaliGemma(FamilyTests):
     reuse = "whole prompt"
+    takes_text_alone = False
 
     def make_model(self) -> tuple[Any, Any]:
         return build("paligemma")

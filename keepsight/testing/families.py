@@ -75,6 +75,7 @@ class FamilyTests:
         return dict(processor(text=texts, images=given, padding=True, return_tensors="pt"))
 
     nests_images = False  # whether the processor wants one list of images per text
+    takes_text_alone = True  # whether the processor takes a prompt without a picture
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -318,9 +319,12 @@ class FamilyTests:
                 expect(same and ours.usage.prompt_tokens > run, "warm equals cold")
 
     def test_rows_of_a_batch(self) -> None:
-        """Left-padded rows equal each prompt alone, and all rows take each step together."""
+        """Left-padded rows equal each prompt alone, and all rows take each step together; a row of
+        text alone stands among those with pictures."""
         _, second, new_image, *_ = self.conversation()
         chats = [second, [turn("Just this?", self.picture(2))], new_image]
+        if self.takes_text_alone:
+            chats.insert(1, [turn("No picture?")])
         inputs = self.batch(self.parts[1], chats)
         vlm = self.emptied()
         alone = [self.ask(vlm, chat, self.tokens) for chat in chats]

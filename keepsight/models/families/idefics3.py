@@ -8,6 +8,7 @@ writes other tokens between two images than between two tiles of one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -90,7 +91,7 @@ class MarkedTiles(Family):
         """The range of tiles of each image of one prompt."""
         spans = self._spans(ids, counts)
         firsts = [i for i in range(len(spans)) if i == 0 or self.begins(ids, spans, i)]
-        return list(zip(firsts, [*firsts[1:], len(spans)], strict=True))
+        return list(itertools.pairwise([*firsts, len(spans)]))
 
     def _spans(self, ids: np.ndarray, counts: Sequence[int]) -> list[Span]:
         spots = np.flatnonzero(ids == self.image_token_id)
