@@ -14,7 +14,7 @@ from keepsight.kinds import Record
 
 requests = logging.getLogger("keepsight.server.requests")
 
-_ERASE = "\r\x1b[2K"  # height of the status line
+_ERASE = "\r\x1b[2K"  # to the start of the line, and nothing in it
 _YELLOW, _RED, _DIM, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 _PAGE = "/page/"
 _SHOWN = 120  # most characters of names that a client sent

@@ -84,7 +84,7 @@ class ResponsesRequest(schema.AnswerOptions):
     CONSTRAINING: ClassVar[dict[str, str]] = schema.CONSTRAINING
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()  # set below
 
-    model: Name | None = None  # the only tier
+    model: Name | None = None  # left out: the one that is served
     input: Annotated[
         Annotated[Text, Tag("as text")]
         | Annotated[list[Item], Field(min_length=1), Tag("as parts")],

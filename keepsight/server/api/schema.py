@@ -280,7 +280,7 @@ class Rendering(PromptOptions):
 
     CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
 
-    model: Name | None = None  # the only tier
+    model: Name | None = None  # left out: the one that is served
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[AnyTool] | None = None
     add_generation_prompt: bool | None = None

@@ -30,7 +30,7 @@ class BodyIntake:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._held = 0
-        self._incomplete: set[asyncio.Timeout] = set()  # bytes of arriving bodies
+        self._incomplete: set[asyncio.Timeout] = set()  # deadlines of bodies that still arrive
         self._pace = RateLimit(_BYTES_A_SECOND)
 
     async def whole(self, receive: Receive, announced: int | None) -> bytes:

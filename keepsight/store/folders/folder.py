@@ -204,7 +204,7 @@ class Folder:
         return True
 
     def remove_empty(self, folder: str, below: str) -> None:
-        """Remove a folder and its parents while they are empty and below `above`."""
+        """Remove a folder and its parents while they are empty and below `below`."""
         while folder.startswith(f"{below}/"):
             above, _, last = folder.rpartition("/")
             try:
