@@ -109,7 +109,7 @@ def _of_store(stats: Record | None) -> Iterator[Metric]:
     """What the store currently refuses, and what it has refused."""
     if stats is None:
         return
-    state = GaugeMetricFamily("1 for the present state.", "1 for what it is.", labels=["state"])
+    state = GaugeMetricFamily("keepsight_store_state", "1 for what it is.", labels=["state"])
     state.add_metric([str(stats.get("state", "ok"))], 1)
     yield state
     refused = CounterMetricFamily("keepsight_store_refused", "Entries that were not written.")
