@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from page_browser import Page, browser, expect, forget
 from PIL import Image
-from server_harness import Live, Scripted, live, png
+from server_harness import Live, Scripted, asked, live, png
 
 import keepsight as ks
 from keepsight.demo.scene import Scene
@@ -453,12 +453,15 @@ def test_the_memory_shows_pins_and_forgets(opened: Open, server: Live) -> None:
     expect(held).to_have_count(1)
     expect(page.tab.get_by_role("button", name="Refresh")).to_be_focused()
     assert len(server.call("/v1/cache/images")[1]["data"]) == 1
+    salted = {"model": "demo", "messages": asked(RING.draw()), "cache_salt": "somebody else"}
+    server.call("/v1/prepare", salted)
     forget = page.tab.get_by_role("button", name="Forget everything")
     forget.click()
     expect(held).to_have_count(1)
     page.tab.get_by_role("button", name="Really?").click()
     expect(page.tab.locator("#memory-view")).to_contain_text("None.")
     assert server.call("/v1/cache/images")[1]["data"] == []
+    assert server.call("/v1/cache/explain", salted)[1]["report"]["cached_tokens"] > 0
 
 
 def test_pictures_that_a_page_has_no_bytes_of_are_pinned_and_deleted(

@@ -263,6 +263,25 @@ def test_prepare_explain_stats_reset(server: Live) -> None:
     assert again["cached_tokens"] == 0 and again["images"][0]["features"] == "tower"
 
 
+@pytest.mark.parametrize("tenant", [None, "house"])
+def test_a_reset_without_a_salt_leaves_other_salts_alone(
+    demo_parts: dict[str, Any], tenant: str | None
+) -> None:
+    def cached(**more: str) -> int:
+        body = {"model": "demo", "messages": asked(scene(8)), **more}
+        return int(server.call("/v1/cache/explain", body)[1]["report"]["cached_tokens"])
+
+    with ks.wrap(*demo_parts["demo"], grain=16, tenant=tenant) as vlm, live(vlm) as server:
+        for more in ({}, {"cache_salt": "s"}):
+            server.call("/v1/prepare", {"model": "demo", "messages": asked(scene(8)), **more})
+        assert server.call("/v1/cache/stats")[1]["features"]["packages"] == 2
+        assert server.call("/v1/cache/reset", {})[1]["everyone"] is False
+        assert cached() == 0 and cached(cache_salt="s") > 0
+        assert server.call("/v1/cache/reset", {"everyone": True})[1]["everyone"] is True
+        assert cached(cache_salt="s") == 0
+        assert server.call("/v1/cache/stats")[1]["features"]["packages"] == 0
+
+
 def test_pictures_are_held_pinned_and_deleted(server: Live) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": asked(scene(31)), "cache_salt": "held"}
     [image] = server.call("/v1/prepare", body)[1]["report"]["images"]

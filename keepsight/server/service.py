@@ -66,9 +66,9 @@ class Service:
         self.owners = len({key.whose for key in config.keys})  # they share the budgets
         budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
         self.responses = ResponseStore(budget, ttl, self.owners, largest=config.bytes("max_body"))
-        self.callers = Callers(config.keys)
+        self.callers = Callers(config.keys, vlm.tenant)
         self.metrics = Metrics()
-        self.metrics.watch(lambda: vlm.stats(), together.stats)
+        self.metrics.watch(vlm.runtime.stats, together.stats)
         self.draining = False
         # These mostly wait for other servers, so they have separate threads.
         self._fetching = ThreadsInTurn(32, "keepsight-fetch")

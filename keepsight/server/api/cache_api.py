@@ -103,7 +103,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
     ) -> Record:
         """The pictures with features in memory, by key, for one tenant; with `stored` also those
         that only the store has, the most recently used first, at most a thousand of them."""
-        tenant = visit_of(request).who().salted(cache_salt) or service.vlm.tenant
+        tenant = visit_of(request).who().salted(cache_salt)
 
         def work() -> list[Record]:
             held = _held(service, tenant)
@@ -155,10 +155,11 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         whose = None if everyone else caller.salted(cache_salt)
 
         def work() -> Record:
-            stats = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
+            stats = service.vlm.runtime.stats(whose)
             files = [f.nbytes for f in service.files.of(caller.tenant)]
             stats["files"] = {"bytes": sum(files), "files": len(files)}
             if everyone:
+                stats["runtime"] = service.vlm.chosen_runtime
                 stats["scheduler"] = service.scheduler.together.stats()
             return {
                 "object": "cache.stats",
@@ -178,7 +179,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         caller = visit_of(request).who()
         whose = _whose_to_forget(caller, body)
         await service.scheduler.change_cache(
-            lambda: service.vlm.clear(store=body.store, tenant=whose)
+            lambda: pins.clear(service.vlm.runtime, whose, body.store)
         )
         service.bindings.forget(whose)
         service.responses.forget(whose)
@@ -205,8 +206,7 @@ def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
         raise ApiError(403, "forgetting entries of all keys needs an administrator's key")
     if body.everyone and body.cache_salt is not None:
         raise ApiError(400, "give either everyone or cache_salt", param="everyone")
-    # Without keys and salt this is the default tenant, which has everything unsalted.
-    return None if body.everyone else caller.salted(body.cache_salt) or None
+    return None if body.everyone else caller.salted(body.cache_salt)
 
 
 async def _on_held(
@@ -232,7 +232,7 @@ async def _on_held(
         given, template, tenant = await service.rendering(rendering, visit)
         # Pictures are opened here, where no client's tokens wait for them.
         messages = await service.threads.run(
-            lambda: service.scheduler.together.named(given, tenant or service.vlm.tenant, learn),
+            lambda: service.scheduler.together.named(given, tenant, learn),
             is_large(given),
         )
         what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
@@ -264,7 +264,7 @@ async def _on_images(
     _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
     service.model.check_name(body.model)
     caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
-    whose = caller.salted(body.cache_salt) or service.vlm.tenant
+    whose = caller.salted(body.cache_salt)
 
     return await service.scheduler.change_cache(lambda: (act(keys, whose), keys))
 
@@ -293,7 +293,7 @@ def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
 
 def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
     """The key of each medium, as in /v1/cache/images."""
-    vlm, tenant = service.vlm, tenant or service.vlm.tenant
+    vlm = service.vlm
     with vlm.runtime.lock:
         vlm.runtime.refresh(tenant=tenant)
         vision = vlm.runtime.vision_of(tenant)

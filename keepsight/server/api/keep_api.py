@@ -53,13 +53,12 @@ async def _saved(service: Service, body: Rendering, request: Request) -> FileRes
     given, template, tenant = await service.rendering(body, visit)
     if template:
         raise refused("chat_template_kwargs", "a .keep file holds only messages and pictures")
-    whose = tenant or service.vlm.tenant
     # Pictures are opened and prompts computed where no other client's tokens wait for them.
     named = await service.threads.run(
-        lambda: service.scheduler.together.named(given, whose), is_large(given)
+        lambda: service.scheduler.together.named(given, tenant), is_large(given)
     )
     await service.prepare(named, tenant or None, account=visit.who().account)
-    session = Session(service.vlm.runtime, tenant=whose)
+    session = Session(service.vlm.runtime, tenant=tenant)
     session.messages = [_of_session(message) for message in named]
     folder = tempfile.TemporaryDirectory(prefix="keepsight-")
     try:

@@ -87,10 +87,14 @@ class Caller:
     """One tenant, with its token buckets; or one address, if there are no keys."""
 
     def __init__(
-        self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic, host: str = ""
+        self,
+        key: ApiKey | None,
+        clock: Callable[[], float] = time.monotonic,
+        host: str = "",
+        tenant: str = "",
     ) -> None:
         self.key = key
-        self.tenant = key.whose if key is not None else ""
+        self.tenant = key.whose if key is not None else tenant
         self.account = self.tenant if key is not None else account_from(host)
         self.name = key.name if key is not None else None
         self.admin = key is None or key.admin
@@ -132,15 +136,16 @@ def account_from(host: str) -> str:
 
 
 class Callers:
-    """All callers."""
+    """All callers; those without keys share the tenant that the model was loaded for."""
 
-    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
+    def __init__(self, keys: tuple[ApiKey, ...], tenant: str = "") -> None:
+        self._tenant = tenant
         self._known = [(key.key.encode(), Caller(key)) for key in keys]
 
     def find(self, authorization: str | None, host: str = "") -> Caller:
         """The caller that a header names; without keys every caller is accepted."""
         if not self._known:
-            return Caller(None, host=host)
+            return Caller(None, host=host, tenant=self._tenant)
         scheme, _, shown = (authorization or "").partition(" ")
         found = None
         for secret, caller in self._known:  # compare all, so that timing reveals nothing
