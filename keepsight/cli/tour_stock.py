@@ -33,7 +33,7 @@ class StockReply:
     """One answer of stock `generate`."""
 
     text: str
-    logits: torch.Tensor  # milliseconds to the first token
+    logits: torch.Tensor  # of the first token of the answer
     cache: Cache  # past_key_values
     ids: torch.Tensor  # prompt and answer; the cache holds all but the last
 

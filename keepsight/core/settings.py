@@ -36,7 +36,7 @@ class RuntimeSettings:
     ttl: int | float | str | None = None  # seconds, or as in "7d"
     accept_features: str = "same"
     feature_codec: str = "exact"  # how a store encodes packages
-    pack: bool | str = "auto"  # packed copies of weights; None: only for models that `load` loaded
+    pack: bool | str = "auto"  # packed weights; "auto": only of models that `load` loaded
     drafts: bool = True  # guess tokens from earlier text, if that changes no bit
     image_options: tuple[tuple[str, object], ...] = ()
 

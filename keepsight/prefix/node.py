@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
 DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
 _LOOKED = 64  # children on each side of a place that are searched for usable ones
-LOGITS = "logits"  # tensors with one row per token of the whole prompt
+LOGITS = "logits"  # what a whole prompt has among its rows
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class NamespaceState:
 
     tenant: str = ""
     store: Store | None = None
-    name: str = ""  # number of nodes of the namespace
+    name: str = ""  # of the namespace
     holds: int = 0  # turns in flight
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
     cleared: int = -1  # tick when everything was forgotten
@@ -204,7 +204,7 @@ class Node:
     def disown(self, child: Node) -> None:
         """Remove a child."""
         del self.children[child.digest]
-        self.ends -= Counter((child.end,))  # which may drop further nodes
+        self.ends -= Counter((child.end,))  # drops a count of zero
         self.version += 1
         spot = bisect.bisect_left(self.order, child.code(), key=Node.code)
         while self.order[spot] is not child:  # several may have equal codes

@@ -62,7 +62,7 @@ class Residency:
         self.device, self.host = Tier(DEVICE), Tier(HOST)
         self.evictions = self.demotions = self.promotions = 0
         self.measured = (0.0, 0)  # milliseconds of prefill, and the tokens computed in them
-        self.late = False  # tiers that exceed a budget until the turn has ended
+        self.late = False  # whether a budget is exceeded until the turn has ended
         self.detached: set[Node] = set()  # forgotten, but held still
         # Moves tensors from a file to the model's devices; None if they do not fit the model.
         self.receive: Callable[[Tensors, Tensors | None], Received | None] = lambda r, f: (r, f)

@@ -48,7 +48,7 @@ class FamilyTests:
     tokens = 5
     long_words, long_run = 800, 256  # longest stretch without a cut at media or turns
     decodes_together = True  # as in `Family.decodes_together`
-    attentions = ("sdpa", "eager")  # modalities of the model
+    attentions = ("sdpa", "eager")  # implementations that are tried
     positions_matter = True  # False if text positions do not enter the logits
 
     # -- to override -----------------------------------------------------------------------------

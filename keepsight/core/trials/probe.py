@@ -180,7 +180,7 @@ def _in_prompt(processor: Processor) -> str:
             "their own in a prompt"
         )
     image, before, after = _noise(1, (96, 96)), "Before.", "After."
-    with contextlib.suppress(Exception):  # most prompts hold the token alone
+    with contextlib.suppress(Exception):  # most processors take the token alone
         processor(text=[token], images=[image], return_tensors="pt")
         return token
     texts = [{"type": "text", "text": words} for words in (before, after)]

@@ -21,7 +21,7 @@ from keepsight.models.fingerprint.watch import Owner, Watch, closure
 # Values of exactly these types run no user code and hold no other values.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, dict, set)
-_MOST_ITEMS = 64  # containers whose values are compared on every call
+_MOST_ITEMS = 64  # most items of a container whose values are compared
 _MISSING = object()
 
 

@@ -44,7 +44,7 @@ class EntryFiles:
 
         def work(call: TimedCall[dict[EntryName, T]]) -> dict[EntryName, T]:
             found = {}
-            with contextlib.suppress(IndexError):  # nobody waits any more
+            with contextlib.suppress(IndexError):  # nothing waits any more
                 while place := waiting.popleft():
                     one = self._read(read, place, call)
                     if one is not None:

@@ -28,7 +28,7 @@ from keepsight.system import private_files
 PART, DAMAGED = ".part-", ".damaged"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-BUFFER = -1  # the system's limit
+BUFFER = -1  # the system's default size
 _AT_ONCE = 16  # syncs sent to the disk together
 _TIMES = 5  # attempts to create a folder that others remove
 _LEFT_OVER = 60.0  # seconds; a writer locks its part at once: what is older and free is left over
