@@ -280,3 +280,14 @@ def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) 
         tally.count(f"tenant {number}", "hits")
         tally.count("", "hits")
     assert len(tally.counts) == 10 and tally.counts[""]["hits"] == 100
+
+
+@pytest.mark.parametrize("budget", [600_000, 2_000_000, 5_000_000])
+def test_snapshots_and_idle_lanes_share_one_budget(demo_parts: dict[str, Any], budget: int) -> None:
+    with ks.wrap(*demo_parts["demo"], cache_budget=budget) as vlm:
+        for number in range(8):
+            words = f"Tell me more about {number}. " * (20 + 10 * number)
+            vlm.chat([turn(words)], max_new_tokens=2)
+            told = vlm.stats()["prefix"]
+            assert told["bytes"] + told["lane_bytes"] <= told["budget"] == budget
+            vlm.runtime.check()

@@ -105,6 +105,7 @@ class Runtime:
         self.engine = Engine(model, family, self.prefixes, shape, budget)
         self.engine.guessing = settings.drafts
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
+        self.tree.beside = lambda: self.engine.lanes.nbytes
         tokenizer = getattr(processor, "tokenizer", None)
         grain, ends = settings.grain or default_grain(model), family.turn_ends(tokenizer)
         kind = (family.sees_whole_media, family.reuse, family.media_ends)

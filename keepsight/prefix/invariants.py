@@ -100,7 +100,7 @@ def _check_order(part: Part) -> None:
 def _within_budgets(residency: Residency) -> None:
     slack = residency.budget // 8 if residency.late else 0
     for tier, budget in (
-        (residency.device, residency.budget + slack),
+        (residency.device, residency.room + slack),
         (residency.host, residency.host_budget),
     ):
         if tier.nbytes > budget and tier.nbytes > tier.held:

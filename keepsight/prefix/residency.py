@@ -66,8 +66,9 @@ class Residency:
         self.detached: set[Node] = set()  # forgotten, but held still
         # Moves tensors from a file to the model's devices; None if they do not fit the model.
         self.receive: Callable[[Tensors, Tensors | None], Received | None] = lambda r, f: (r, f)
-        # The engine's idle lanes hold copies of what is forgotten here.
+        # The engine's idle lanes hold copies of what is forgotten here, within the same budget.
         self.on_forget: Callable[[], None] = lambda: None
+        self.beside: Callable[[], int] = lambda: 0
         self._now = clock
         self._clock, self._number = itertools.count(1), itertools.count()
         self.tick = 0
@@ -230,25 +231,32 @@ class Residency:
 
     # -- eviction --------------------------------------------------------------------------------
 
+    @property
+    def room(self) -> int:
+        """The part of the budget that idle lanes leave."""
+        return self.budget - self.beside()
+
     def fit(self) -> None:
         """Enforce the budgets: now if that needs no copy, otherwise after the turn."""
         self.late = True
         slack = self.budget // SLACK if self.host_budget else 0
-        if self.device.nbytes > self.budget + slack or not self.host_budget:
+        if self.device.nbytes > self.room + slack or not self.host_budget:
             self.settle()
 
     def settle(self) -> None:
         """Enforce budgets, quotas and times to live: the least useful parts move a tier down or are
-        dropped."""
+        dropped; idle lanes go if what is held needs their room."""
         self.expire()
         self.late = False
         down = self._demote if self.host_budget else self._drop
         for tier, budget, away in (
-            (self.device, self.budget, down),
+            (self.device, self.room, down),
             (self.host, self.host_budget, self._drop),
         ):
             while tier.nbytes > budget and (part := tier.least()) is not None:
                 self._lower(part, away)
+            if tier is self.device and tier.nbytes > budget:
+                self.on_forget()
             for account in list(self._touched) if self.quota is not None else ():
                 self._keep_quota(tier, account, away)
         self._touched.clear()

@@ -12,6 +12,7 @@ from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
 
 MAX_LANES = 4  # idle lanes kept; each saves its conversation a copy of the whole cache
+SHARE = 4  # the part of the budget that they may take from the snapshots
 
 
 class Lanes:
@@ -25,12 +26,8 @@ class Lanes:
     def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
         self._model, self._shape, self._budget = model, shape, budget
         self._idle: list[Lane] = []  # least recently used first
+        self.nbytes = 0  # of the idle lanes
         self.variant, self.grows = "", False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the idle lanes."""
-        return sum(lane.nbytes for lane in self._idle)
 
     def take(self, node: Node) -> Lane:
         """Take the lane that already holds most of the path to `node`."""
@@ -47,10 +44,10 @@ class Lanes:
         if (best is None or crowded) and len(self._idle) < MAX_LANES:
             return self.fresh()
         if best is None and not fitting:
-            self._idle.pop(0)
+            self._drop(self._idle[0])
             return self.fresh()
         lane = best if best is not None else fitting[0]
-        self._idle.remove(lane)
+        self._drop(lane)
         return lane
 
     def fresh(self) -> Lane:
@@ -58,14 +55,20 @@ class Lanes:
         return Lane(self._model, self._shape, self.variant, self.grows)
 
     def give_back(self, lane: Lane) -> None:
-        """Keep an unused lane while the budget allows."""
+        """Keep an unused lane while the budget allows; the snapshots then have less of it."""
         self._idle.append(lane)
-        while self._idle and (len(self._idle) > MAX_LANES or self.nbytes > self._budget):
-            self._idle.pop(0)
+        self.nbytes += lane.nbytes
+        while len(self._idle) > MAX_LANES or self.nbytes > self._budget // SHARE:
+            self._drop(self._idle[0])
+
+    def _drop(self, lane: Lane) -> None:
+        self._idle.remove(lane)
+        self.nbytes -= lane.nbytes
 
     def clear(self) -> None:
         """Drop all idle lanes."""
         self._idle.clear()
+        self.nbytes = 0
 
 
 def shared(lane: Lane, chain: list[Node]) -> int:
