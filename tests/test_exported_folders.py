@@ -31,6 +31,7 @@ from keepsight.errors import (
     NotKeepsightFile,
     UnsupportedInput,
     WrongFormatVersion,
+    WrongIdentity,
 )
 from keepsight.models.tested import TESTED
 from keepsight.runtimes import manifest
@@ -410,6 +411,22 @@ def test_a_graph_that_breaks_off_is_named_and_runs_again(whole: Path) -> None:
         session.run({"hidden": torch.zeros(1, 2, 3)})
     width = json.loads((whole / "config.json").read_text())["text_config"]["hidden_size"]
     assert session.run({"hidden": torch.zeros(1, 2, width)})["logits"].shape[:2] == (1, 2)
+
+
+def test_a_change_does_not_make_two_exports_one(whole: Path, folder: Path, tmp_path: Path) -> None:
+    """No package and no state of one serves the other, also where both were changed alike."""
+    sealed(folder, lambda told: told["weights"].update(all="1" * 64, vision="2" * 64))
+    for changed in (False, True):
+        with ks.load(whole, grain=16) as one, ks.load(folder, grain=16) as other:
+            for vlm in (one, other) if changed else ():
+                vlm.model.get_decoder().mine = "a setting"
+            package, chat = one.encode(picture(1)), one.session()
+            chat.ask(QUESTION * 8, max_new_tokens=1)
+            chat.save(tmp_path / "talk.keep")
+            with pytest.raises(WrongIdentity, match="vision weights"):
+                other.ask(package, QUESTION, max_new_tokens=1)
+            same = [vlm.resume(tmp_path / "talk.keep").ask(QUESTION) for vlm in (one, other)]
+            assert same[0].usage.cached_tokens and not same[1].usage.cached_tokens
 
 
 def test_training_and_saving_take_the_checkpoint(whole: Path, tmp_path: Path) -> None:

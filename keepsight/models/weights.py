@@ -135,12 +135,11 @@ class Weights:
             seen.append(("*", self._code.differs))
         self.rows = rows
         self._name_tensors(remembered or {}, named)
-        # An exported model has its weights in graphs, and names them itself.
-        exported = getattr(getattr(self._model, "exported", None), "weights", None) or {}
-        if exported and not rows:
-            self.all, self.vision = exported["all"], exported["vision"]
-        else:
+        exported = self._exported()
+        self.all, self.vision = self.tensors, self.vision_tensors
+        if rows or not exported:
             self.all = digests.digest("model", self.tensors, _written(rows))
+        if seen or not exported:
             self.vision = digests.digest("vision", self.vision_tensors, _written(seen))
         self.is_private = self._private.name in _written(rows)
         self.vision_is_private = self._private.name in _written(seen)
@@ -148,6 +147,9 @@ class Weights:
     def _name_tensors(
         self, remembered: dict[str, str], named: list[tuple[str, torch.Tensor]]
     ) -> None:
+        if exported := self._exported():
+            self.tensors, self.vision_tensors = exported["all"], exported["vision"]
+            return
         if {"tensors", "vision_tensors"} <= remembered.keys():
             self.tensors, self.vision_tensors = remembered["tensors"], remembered["vision_tensors"]
             return
@@ -156,6 +158,10 @@ class Weights:
         vision = [(name, by_name[name]) for name, _ in self._vision()]
         self.tensors = digests.fingerprint_of([*by_name.items(), *absent])
         self.vision_tensors = digests.fingerprint_of([*vision, *absent])
+
+    def _exported(self) -> dict[str, str]:
+        """The fingerprints of weights that are not PyTorch's: in graphs, or in MLX."""
+        return getattr(getattr(self._model, "exported", None), "weights", None) or {}
 
     def _unusual(
         self, named: list[tuple[str, torch.Tensor]], describer: Describer
