@@ -25,7 +25,8 @@ SCHEMA = "keepsight-1"
 _FEW = 4096  # values examined first
 _threads = [blake3.AUTO]
 # A forked process has none of BLAKE3's threads, and would wait for them forever.
-os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
 
 Part = str | bytes | bytearray | int | float | bool | None | np.ndarray | torch.Tensor
 

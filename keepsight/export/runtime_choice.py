@@ -9,7 +9,6 @@ replaces the earlier one. `auto` measures the installed runtimes, once, and take
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import importlib.util
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
+from filelock import FileLock, Timeout
 from transformers import AutoConfig
 
 from keepsight import digests, vlm
@@ -331,18 +331,20 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
     """Let one process make an export while others wait."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (folder.parent / f".{folder.name}.lock").open("w")
+        lock = FileLock(folder.parent / f".{folder.name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            tell("another process makes the same export; waiting for it")
+            lock.acquire()
     except OSError as error:
         raise InputError(
             f"{folder.parent} cannot be written: {error.strerror or error}; name another store"
         ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            tell("another process makes the same export; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _note_source(wanted: ExportSource, what: str, folder: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Record
 from keepsight.models import upstream
+from keepsight.system import forks
 
 # Functions of `torch._C` that read a setting, without the leading "_get_", and their values in a
 # new process. A test names those of the installed torch that are in no table here.
@@ -255,6 +256,10 @@ class _Numbers:
     """A number for each foreign object, valid while it and this process live."""
 
     def __init__(self) -> None:
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Reset: at first, and after a fork."""
         self.process = secrets.token_hex(8)
         self._count = itertools.count()
         self._known: list[tuple[weakref.ref[object], int]] = []
@@ -269,7 +274,7 @@ class _Numbers:
 
 
 _numbers = _Numbers()
-os.register_at_fork(after_in_child=_numbers.__init__)  # type: ignore[misc]
+forks.renew(_numbers.start_anew)
 
 
 def called(thing: object) -> str:

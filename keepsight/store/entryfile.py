@@ -87,9 +87,9 @@ def live(status: os.stat_result, now: float) -> bool:
 
     A file with an expiry carries it as its modification time. Only such a file can have a
     modification time after its last status change, which cannot be set. If a copy lost this mark,
-    the file itself gives the expiry when it is read.
+    the file itself gives the expiry when it is read, as on Windows, which knows no such change.
     """
-    if status.st_mtime <= status.st_ctime + 0.01:
+    if os.name == "nt" or status.st_mtime <= status.st_ctime + 0.01:
         return True
     lifetime = status.st_mtime - status.st_ctime + layout.CLOCK_SLACK
     return now < status.st_mtime <= now + lifetime

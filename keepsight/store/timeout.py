@@ -110,7 +110,8 @@ class _Worker:
 
 
 _IDLE: deque[_Worker] = deque()
-os.register_at_fork(after_in_child=_IDLE.clear)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_IDLE.clear)
 
 
 def start(call: TimedCall) -> None:

@@ -13,9 +13,6 @@ import stat
 from pathlib import Path
 
 FILE, FOLDER = 0o600, 0o700
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A folder to work in may not be listable.
-_AT = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def file_mode(inside: os.stat_result) -> int:
@@ -29,45 +26,38 @@ def folder_mode(inside: os.stat_result) -> int:
     return FOLDER | (stat.S_ISGID | inside.st_mode & 0o070 if shared else 0)
 
 
-def new_file(name: str, flags: int, inside: int) -> int:
-    """Open a new file in an open folder."""
-    mode = file_mode(os.fstat(inside))
-    handle = os.open(name, flags, mode, dir_fd=inside)
+def new_file(path: str | Path) -> int:
+    """Create and open a file to write."""
+    mode = file_mode(os.stat(os.path.dirname(path) or "."))
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     grant(handle, mode)
     return handle
 
 
 def grant(handle: int, mode: int) -> None:
     """Give an open file a mode that the umask may have narrowed; the umask never widens one."""
-    if stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
         with contextlib.suppress(OSError):  # some file systems have no modes
             os.fchmod(handle, mode)
 
 
-def new_folder(name: str, inside: int) -> None:
-    """Create a folder in an open folder, if none of that name exists."""
-    mode = folder_mode(os.fstat(inside))
+def new_folder(path: Path) -> None:
+    """Create a folder, if none of that name exists."""
+    mode = folder_mode(path.parent.stat())
     try:
-        os.mkdir(name, mode, dir_fd=inside)
+        path.mkdir(mode)
     except FileExistsError:
         return
     if mode != FOLDER:
-        handle = os.open(name, _FOLDER, dir_fd=inside)
-        try:
-            grant(handle, mode)
-        finally:
-            os.close(handle)
+        with contextlib.suppress(OSError):  # some file systems have no modes
+            path.chmod(mode)
 
 
 def make_folders(path: Path) -> None:
     """Create a folder and its missing parents; existing ones keep their modes."""
     for folder in [*reversed(path.parents), path]:
         if not folder.exists():
-            handle = os.open(folder.parent, _AT)
-            try:
-                new_folder(folder.name, handle)
-            finally:
-                os.close(handle)
+            new_folder(folder)
     if not path.is_dir():
         raise NotADirectoryError(20, "Not a directory", str(path))
 
@@ -85,11 +75,7 @@ def reserve(path: Path) -> None:
     """Create an empty file if none exists, for a library that would make it readable by everybody.
     If that fails, the library reports why."""
     with contextlib.suppress(OSError):
-        handle = os.open(path.parent, _AT)
-        try:
-            os.close(new_file(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, handle))
-        finally:
-            os.close(handle)
+        os.close(new_file(path))
 
 
 def opener(path: str, flags: int) -> int:

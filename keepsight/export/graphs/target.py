@@ -8,13 +8,14 @@ it, and a lock shows that no other process works there.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from keepsight.errors import InputError, KeepsightError
 from keepsight.runtimes.manifest import NAME
@@ -65,8 +66,7 @@ class ExportFolder:
         except OSError as error:
             raise _unwritable(self.path, error) from error
         try:
-            with (made / _LOCK).open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with FileLock(made / _LOCK):
                 folder = made / "export"
                 folder.mkdir()
                 yield folder
@@ -95,8 +95,9 @@ class ExportFolder:
         """Remove leftovers of killed processes."""
         for path in self.path.parent.iterdir():
             if path.name.startswith(self._prefix) and path.is_dir() and not path.is_symlink():
-                with suppress(OSError), (path / _LOCK).open("w") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(OSError):  # also a Timeout: another process works there
+                    with FileLock(path / _LOCK, timeout=0):
+                        pass
                     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -21,12 +21,12 @@ from typing import BinaryIO
 from keepsight import digests
 from keepsight.server.media.files import NONE, Contents, InMemory, Upload, Uploads
 from keepsight.store import DiskStore, Store
-from keepsight.store.folders.folder import PART, Folder
+from keepsight.store.folders.folder import PART, Folder, left_over
 
 logger = logging.getLogger("keepsight.server")
 
 _ABOVE, _SUFFIX, _FORMAT = "uploads", ".upload", 1
-_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _HEAD = 8192  # most bytes of the first line
 _ID = re.compile(r"file-[0-9a-f]{64}")
 _OWNER = re.compile(r"[0-9a-f]{64}")
@@ -79,7 +79,7 @@ class OnDisk:
             for last in self._folder.names(f"{_ABOVE}/{owner}"):
                 name = f"{_ABOVE}/{owner}/{last}"
                 status = self._folder.status(name) if last.startswith(PART) else None
-                if status is not None and self._folder.left_over(name, status):
+                if status is not None and left_over(status):
                     self._folder.remove(name)
 
     def _opened(

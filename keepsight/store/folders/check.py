@@ -15,7 +15,7 @@ from keepsight.errors import FileError, WrongFormatVersion
 from keepsight.store import entryfile, layout
 from keepsight.store.contract import Entry
 from keepsight.store.folders.catalogue_guard import CatalogueGuard
-from keepsight.store.folders.folder import DAMAGED, PART, Folder
+from keepsight.store.folders.folder import DAMAGED, PART, Folder, left_over
 from keepsight.store.folders.rows import as_found, name_of, pin_name, pins
 from keepsight.store.layout import EntryName
 
@@ -194,6 +194,6 @@ def sweep(folder: Folder, tenant: str, age: float) -> None:
         for name, status in folder.scan(f"{layout.tenant_prefix(tenant)}{kind}"):
             last = name.rsplit("/", 1)[1]
             old = last.endswith(DAMAGED) and status.st_mtime <= now - age
-            if old or (last.startswith(PART) and folder.left_over(name, status)):
+            if old or (last.startswith(PART) and left_over(status)):
                 with contextlib.suppress(OSError):
                     folder.remove(name)

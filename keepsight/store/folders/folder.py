@@ -1,15 +1,14 @@
 """Files below one root, and never outside: no link inside the store is followed.
 
-The root itself may be a link, because its owner chose it. Below it every folder is opened by its
-name relative to its parent, refusing links; files are created, renamed and removed inside that open
-folder. The meaning of names is not known here.
+The root itself may be a link, because its owner chose it. Below it each folder is looked at before
+a file in it is created, renamed or removed, and links are refused; nobody else can put one there,
+because folders are private. The meaning of names is not known here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -26,22 +25,19 @@ from keepsight.formats import tensorfile
 from keepsight.system import private_files
 
 PART, DAMAGED = ".part-", ".damaged"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 BUFFER = -1  # the system's default size
 _AT_ONCE = 16  # syncs sent to the disk together
 _TIMES = 5  # attempts to create a folder that others remove
-_LEFT_OVER = 60.0  # seconds; a writer locks its part at once: what is older and free is left over
+_LEFT_OVER = 3600.0  # seconds; no writer is at work on one part for so long
 
 
 @dataclass
 class PartFile:
     """A file that is written but not yet renamed to its place."""
 
-    folder: str
+    folder: Path
     last: str
     temporary: str
-    inside: int  # file descriptor of the folder
     file: BinaryIO
     size: int = 0
     error: OSError | None = None
@@ -59,22 +55,17 @@ class PartFile:
         """Sync its bytes to the disk."""
         self.attempt(lambda: os.fsync(self.file.fileno()))
 
-    def sync_folder(self) -> None:
-        """Sync its name to the disk."""
-        with contextlib.suppress(OSError):  # some file systems cannot; the rename still holds
-            os.fsync(self.inside)
-
     def put_in_place(self) -> None:
         """Rename it to its final name."""
         try:
             self._rename()
         except (IsADirectoryError, NotADirectoryError, FileExistsError):
-            _aside(self.last, self.inside)  # a folder where a file should be
+            _aside(self.folder / self.last)  # a folder where a file should be
             self._rename()
         self.placed = True
 
     def _rename(self) -> None:
-        os.replace(self.temporary, self.last, src_dir_fd=self.inside, dst_dir_fd=self.inside)
+        os.replace(self.folder / self.temporary, self.folder / self.last)
 
     def drop(self) -> None:
         """Close it; delete it if it was not renamed."""
@@ -82,8 +73,7 @@ class PartFile:
             self.file.close()
         if not self.placed:
             with contextlib.suppress(OSError):
-                os.unlink(self.temporary, dir_fd=self.inside)
-        os.close(self.inside)
+                os.unlink(self.folder / self.temporary)
 
 
 class Folder:
@@ -148,30 +138,26 @@ class Folder:
         self._make_root()
         temporary = f"{PART}{secrets.token_hex(8)}"
         inside, handle = self._new_file(folders, temporary)
-        part = PartFile("/".join(folders), last, temporary, inside, os.fdopen(handle, "wb", BUFFER))
+        part = PartFile(inside, last, temporary, os.fdopen(handle, "wb", BUFFER))
         try:
-            _lock(handle)
             part.size = sum(part.file.write(some) for some in parts)
             part.file.flush()
             if until is not None:
-                os.utime(handle, (time.time(), max(0.0, until)))
+                os.utime(inside / temporary, (time.time(), max(0.0, until)))
         except BaseException:
             part.drop()
             raise
         return part
 
-    def _new_file(self, folders: list[str], last: str) -> tuple[int, int]:
-        """Open a folder and a new file in it. A process may remove the still empty folder
+    def _new_file(self, folders: list[str], last: str) -> tuple[Path, int]:
+        """A folder, and an open new file in it. A process may remove the still empty folder
         (`remove_empty`); then it is created again."""
         for left in reversed(range(_TIMES)):
-            inside = -1
             try:
-                inside = self._open(folders, make=True)
-                return inside, private_files.new_file(last, _FILE, inside)
-            except BaseException as error:
-                if inside >= 0:
-                    os.close(inside)
-                if not (left and isinstance(error, FileNotFoundError)):
+                inside = self._inside(folders, make=True)
+                return inside, private_files.new_file(inside / last)
+            except FileNotFoundError:
+                if not left:
                     raise
         raise FileNotFoundError(f"{self.root}: the folder is removed again and again")
 
@@ -185,10 +171,9 @@ class Folder:
         for part in parts:
             part.attempt(part.put_in_place)
         fresh, self._fresh = self._fresh, set()
-        folders = {part.folder: part for part in parts if part.error is None}
-        steps: list[Callable[[], None]] = [part.sync_folder for part in folders.values()]
-        steps += [partial(tensorfile.sync_folder, self.root / folder) for folder in fresh]
-        _together(steps)
+        folders = {part.folder for part in parts if part.error is None}
+        folders |= {self.root / folder for folder in fresh}
+        _together(partial(tensorfile.sync_folder, folder) for folder in folders)
         for part in parts:
             part.drop()
         return parts
@@ -197,8 +182,7 @@ class Folder:
         """Remove a file (of a link, the link); return whether it existed."""
         *folders, last = name.split("/")
         try:
-            with self._inside(folders) as inside:
-                os.unlink(last, dir_fd=inside)
+            os.unlink(self._inside(folders) / last)
         except FileNotFoundError:
             return False
         return True
@@ -208,8 +192,7 @@ class Folder:
         while folder.startswith(f"{below}/"):
             above, _, last = folder.rpartition("/")
             try:
-                with self._inside(above.split("/")) as inside:
-                    os.rmdir(last, dir_fd=inside)
+                os.rmdir(self._inside(above.split("/")) / last)
             except OSError:
                 return
             folder = above
@@ -217,8 +200,8 @@ class Folder:
     def set_aside(self, name: str) -> None:
         """Move whatever has this name out of the way."""
         *folders, last = name.split("/")
-        with contextlib.suppress(FileNotFoundError), self._inside(folders) as inside:
-            _aside(last, inside)
+        with contextlib.suppress(FileNotFoundError):
+            _aside(self._inside(folders) / last)
 
     def scan(self, folders: str) -> Iterator[tuple[str, os.stat_result]]:
         """Every file two levels below a folder such as `package`; links are not followed."""
@@ -238,24 +221,6 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def left_over(self, name: str, status: os.stat_result) -> bool:
-        """Whether this part of a file was left by a dead writer."""
-        if status.st_mtime > time.time() - _LEFT_OVER:
-            return False
-        try:
-            handle = os.open(self.root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # no locks here: only age tells
-            return status.st_mtime <= time.time() - 3600.0
-        finally:
-            os.close(handle)
-        return True
-
     def _make_root(self) -> None:
         first = self._mount is None
         if self._mount is not None and not os.path.ismount(self._mount):
@@ -271,44 +236,25 @@ class Folder:
         for folder in [self.root, *above]:
             tensorfile.sync_folder(folder.parent)
 
-    @contextlib.contextmanager
-    def _inside(self, folders: list[str]) -> Iterator[int]:
-        here = self._open(folders, make=False)
-        try:
-            yield here
-        finally:
-            os.close(here)
-
-    def _open(self, folders: list[str], make: bool) -> int:
-        """Open the folder at the end of these steps."""
-        here = os.open(self.root, _FOLDER)
-        try:
-            for depth, step in enumerate(folders):
-                below = self._step(here, step, make, folders[: depth + 1])
-                os.close(here)
-                here = below
-        except BaseException:
-            os.close(here)
-            raise
-        return here
-
-    def _step(self, here: int, step: str, make: bool, so_far: list[str]) -> int:
-        try:
-            return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
-        except FileNotFoundError:
-            if not make:
-                raise
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                place = self.root.joinpath(*so_far)
+    def _inside(self, folders: list[str], make: bool = False) -> Path:
+        """The folder at the end of these steps, none of which is a link."""
+        here = self.root
+        for depth, step in enumerate(folders):
+            here = here / step
+            try:
+                mode = os.lstat(here).st_mode
+            except FileNotFoundError:
+                if not make:
+                    raise
+                private_files.new_folder(here)
+                self._fresh.add("/".join(folders[:depth]))
+                mode = os.lstat(here).st_mode
+            if not stat.S_ISDIR(mode):
                 raise StoreError(
-                    f"{place} is a link or no folder; a store follows no links inside itself "
+                    f"{here} is a link or no folder; a store follows no links inside itself "
                     "(its root may be one): move it away"
-                ) from None
-            raise
-        private_files.new_folder(step, here)
-        self._fresh.add("/".join(so_far[:-1]))
-        return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
+                )
+        return here
 
 
 def _mount_of(folder: Path) -> Path:
@@ -335,18 +281,15 @@ def _together(steps: Iterable[Callable[[], None]]) -> None:
             step()
 
 
-def _lock(handle: int) -> None:
-    """Lock this part to show that its writer lives; the system releases the lock when it ends."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def left_over(status: os.stat_result) -> bool:
+    """Whether a part of a file was left by a dead writer."""
+    return status.st_mtime <= time.time() - _LEFT_OVER
 
 
-def _aside(last: str, inside: int) -> None:
-    target = os.path.splitext(last)[0] + DAMAGED
+def _aside(path: Path) -> None:
     try:
-        os.replace(last, target, src_dir_fd=inside, dst_dir_fd=inside)
+        os.replace(path, path.with_suffix(DAMAGED))
     except FileNotFoundError:
         raise
     except OSError:  # a folder, or something lies there that is one
-        other = f"{os.path.splitext(last)[0]}.{secrets.token_hex(4)}{DAMAGED}"
-        os.replace(last, other, src_dir_fd=inside, dst_dir_fd=inside)
+        os.replace(path, path.with_suffix(f".{secrets.token_hex(4)}{DAMAGED}"))

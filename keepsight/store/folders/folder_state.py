@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 
 from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
@@ -103,6 +104,5 @@ class FolderState:
             self.guard.try_to_change(lambda catalogue: catalogue.drop([_TRIAL]), None)
 
     def _find_room(self) -> None:
-        free = os.statvfs(self.folder.root)
-        if free.f_bavail * free.f_frsize < self._room:
+        if shutil.disk_usage(self.folder.root).free < self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
