@@ -334,7 +334,10 @@ def test_pictures_are_opened_without_the_model(only: bool, monkeypatch: pytest.M
         assert server.call("/v1/cache/images")[1]["data"] == []
 
 
-def test_a_conversation_is_saved_as_a_file_of_its_tenant(locked: Live, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_as_a_file_of_its_tenant(
+    locked: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))  # no disk is touched
     vlm = locked.service.vlm
     body = about(77)
     body["messages"].append({"role": "assistant", "content": "A shape."})

@@ -6,6 +6,7 @@ it claims to belong to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,16 @@ KIND = "session"
 
 def save(session: Session, path: Path) -> Path:
     """Write a conversation, its packages and its snapshots."""
+    tensorfile.save(path, KIND, FORMAT, *_content(session))
+    return path
+
+
+def spelled(session: Session) -> Iterator[bytes | memoryview]:
+    """The parts of the file, in order, for who writes nothing to a disk."""
+    return tensorfile.spelled(KIND, FORMAT, *_content(session))
+
+
+def _content(session: Session) -> tuple[dict[str, torch.Tensor], Record]:
     runtime = session.runtime
     with runtime.lock:
         runtime.require_open()
@@ -47,8 +58,7 @@ def save(session: Session, path: Path) -> Path:
             "about": session.vision.tower.about,
             "made": runtime.environment(),
         }
-        tensorfile.save(path, KIND, FORMAT, tensors, record)
-    return path
+    return tensors, record
 
 
 def load(session: Session, path: Path, accept_features: str | None) -> None:

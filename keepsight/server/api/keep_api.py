@@ -1,16 +1,15 @@
 """A conversation as a `.keep` file, which `keepsight chat` and `vlm.resume` continue.
 
-What is not remembered yet is computed in turn with other requests before the file is written.
+What is not remembered yet is computed in turn with other requests before the file is sent, from
+memory: a conversation is private, so it is written to no disk here.
 """
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse
-from starlette.background import BackgroundTask
+from fastapi.responses import StreamingResponse
 
 from keepsight.kinds import Record
 from keepsight.server.api.schema import Rendering
@@ -19,8 +18,9 @@ from keepsight.server.errors import refused
 from keepsight.server.limits.body import BodyRoute
 from keepsight.server.limits.threads import is_large
 from keepsight.server.service import Service, visit_of
-from keepsight.session import Session
+from keepsight.session import Session, keep_file
 
+_PIECE = 1 << 20  # bytes sent at once
 _TEMPLATE = ("tools", "chat_template_kwargs")
 _FILE: dict[int | str, Record] = {
     200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
@@ -34,10 +34,10 @@ def routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/cache/save",
         operation_id="cache_save",
-        response_class=FileResponse,
+        response_class=StreamingResponse,
         responses=_FILE,
     )
-    async def save(body: Rendering, request: Request) -> FileResponse:
+    async def save(body: Rendering, request: Request) -> StreamingResponse:
         """A conversation with features and states as a `.keep` file, computed if missing."""
         for name in _TEMPLATE:
             if getattr(body, name):
@@ -47,7 +47,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-async def _saved(service: Service, body: Rendering, request: Request) -> FileResponse:
+async def _saved(service: Service, body: Rendering, request: Request) -> StreamingResponse:
     visit = visit_of(request)
     visit.unused.sift(body)
     given, template, tenant = await service.rendering(body, visit)
@@ -60,19 +60,18 @@ async def _saved(service: Service, body: Rendering, request: Request) -> FileRes
     await service.prepare(named, tenant or None, account=visit.who().account)
     session = Session(service.vlm.runtime, tenant=tenant)
     session.messages = [_of_session(message) for message in named]
-    folder = tempfile.TemporaryDirectory(prefix="keepsight-")
-    try:
-        path = Path(folder.name) / "conversation.keep"
-        await service.scheduler.change_cache(lambda: session.save(path))
-    except BaseException:
-        folder.cleanup()
-        raise
-    return FileResponse(
-        path,
-        media_type="application/octet-stream",
-        filename=path.name,
-        background=BackgroundTask(folder.cleanup),
-    )
+    parts = await service.scheduler.change_cache(lambda: list(keep_file.spelled(session)))
+    headers = {
+        "content-disposition": 'attachment; filename="conversation.keep"',
+        "content-length": str(sum(map(len, parts))),
+    }
+    return StreamingResponse(_pieces(parts), media_type="application/octet-stream", headers=headers)
+
+
+async def _pieces(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            yield bytes(part[start : start + _PIECE])
 
 
 def _of_session(message: Record) -> Record:
