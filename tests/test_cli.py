@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from keepsight.cli.app import app
 from keepsight.cli.model_names import DEMO_NAMES
 from keepsight.cli.serve import some_picture
 from keepsight.core import verify
-from keepsight.core.verify import Verification
+from keepsight.core.verify import Certificate, Verification
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
 from keepsight.models import loading
@@ -194,7 +195,7 @@ def test_a_line_moves_while_pytorch_is_imported(
 
     room = words[0] if words[0] in ("plan", "families") else "app"
     monkeypatch.setattr(f"keepsight.cli.{room}.loading_line", line)
-    monkeypatch.setattr(verify, "certify", lambda *arguments: [])
+    monkeypatch.setattr(verify, "certify", lambda *arguments: Certificate([], ""))
     run(*words)
     assert shown == ["PyTorch"]
 
@@ -472,20 +473,36 @@ def test_a_chat_in_json_is_one_object_an_answer(folder: Path) -> None:
 # -- verify, families, bench -------------------------------------------------------------------
 
 
-def test_verify_certifies_and_ends_with_json(folder: Path) -> None:
-    told = last_json(run("verify", "--image", "a.png", "--prompt", "Describe it.").stdout)
+_VERDICT = re.compile(
+    r"(\d+) of (\d+) hold; (\w+): rounding against stock Transformers at most (\S+) on logits up to"
+    r" (\S+), tolerance (\S+)"
+)
+
+
+def test_verify_ends_with_a_verdict_and_prints_json_only_if_asked(folder: Path) -> None:
+    for dtype, share in (("float32", 1e-4), ("bfloat16", 5e-2)):
+        said = run("verify", "demo-hybrid", "--dtype", dtype, "--image", "a.png").stdout
+        found = _VERDICT.fullmatch(said.splitlines()[-1])
+        assert found and "{" not in said, said
+        held, checks, name = found.groups()[:3]
+        off, scale, most = map(float, found.groups()[3:])
+        assert held == checks and name == dtype
+        assert 0 < off <= most == pytest.approx(share * scale, rel=0.05)
+    told = json.loads(run("verify", "--json", "--image", "a.png").stdout)
     assert told["ok"] and all(check["ok"] for check in told["checks"])
+    assert _VERDICT.fullmatch(told["verdict"])
     assert any("control" in check["what"] for check in told["checks"])
-    said = run("verify", "demo-hybrid", "--dtype", "float32").stdout
-    off = [c["difference"] for c in last_json(said)["checks"] if "as stock" in c["what"]]
-    assert len(off) == 3 and 0 < max(off) < 1e-3
 
 
-def test_verify_fails_when_warm_is_not_cold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Verification(False, 0.5, 10, 5, 0.1, 10.0, True)
+@pytest.mark.parametrize(("equal", "off"), [(False, 0.1), (True, 1.1)])
+def test_verify_fails_where_warm_is_not_cold_or_stock_is_beyond_rounding(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, equal: bool, off: float
+) -> None:
+    found = Verification(equal, 0.5, 10, 5, off, 10.0, True, stock_tolerance=1.0, dtype="float32")
     monkeypatch.setattr(verify, "verify", lambda *arguments: found)
     said = run("verify", code=1).stdout
-    assert "NO" in said and last_json(said)["ok"] is False
+    assert "NO" in said and not said.splitlines()[-1].startswith("9 of 9")
+    assert json.loads(run("verify", "--json", code=1).stdout)["ok"] is False
 
 
 def test_families_are_those_of_the_library() -> None:

@@ -171,7 +171,8 @@ def test_a_hub_that_answers_with_an_error_is_not_asked_again(
 def test_json_is_printed_on_a_terminal_only_when_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verify, "certify", lambda *_: [verify.Check("one", True, 0.0, "")])
+    found = verify.Certificate([verify.Check("one", True, 0.0, "")], "float32: none")
+    monkeypatch.setattr(verify, "certify", lambda *_: found)
 
     def shown(*words: str) -> str:
         reading, writing = pty.openpty()

@@ -324,7 +324,7 @@ def test_ask_in_a_process_of_its_own(made: Any, home: Path, expected: str) -> No
 
 
 def test_verify_in_a_process_of_its_own(made: Any, home: Path) -> None:
-    process = keepsight(home, "verify", "made", "--image", "a.png", "--grain", "16")
+    process = keepsight(home, "verify", "made", "--json", "--image", "a.png", "--grain", "16")
     output, errors = process.communicate(timeout=120)
     told = json.loads(output.strip().split("\n")[-1])
     assert process.returncode == 0 and told["ok"], errors

@@ -8,7 +8,6 @@ code 1 means that the command ran and a check failed.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -293,17 +292,17 @@ def verify(
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(name, dtype, device_map, store, grain, pixels, **how) as vlm:
-        checks = certify(vlm.runtime, images, question)
+        found = certify(vlm.runtime, images, question)
+    if as_json:
+        json_line(found.to_dict())
+        raise typer.Exit(0 if found else 1)
     shown = table("looked at", "holds", "largest difference", "", right=("largest difference",))
-    for check in checks:
+    for check in found.checks:
         holds = "yes" if check.ok else "NO"
         shown.add_row(check.what, holds, f"{check.difference:.3g}", check.note)
-    ok = all(check.ok for check in checks)
-    if not as_json:
-        console().print(shown)
-    if as_json or not sys.stdout.isatty():
-        json_line({"ok": ok, "checks": [vars(check) for check in checks]})
-    raise typer.Exit(0 if ok else 1)
+    console().print(shown)
+    typer.echo(found.verdict)
+    raise typer.Exit(0 if found else 1)
 
 
 app.command("families")(families.families)

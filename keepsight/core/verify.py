@@ -18,6 +18,7 @@ from keepsight.core.call import Call
 from keepsight.core.rendering.render import user_message
 from keepsight.core.runtime import Runtime
 from keepsight.core.stock.inputs import stock_inputs
+from keepsight.core.tolerance import tolerance_of
 from keepsight.core.turn import Turn
 from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source
@@ -37,14 +38,31 @@ class Verification:
     stock_scale: float | None = None
     stock_same_tokens: bool | None = None
     stock: str = "stock Transformers"  # the stock code it was compared with
+    stock_tolerance: float | None = None  # the greatest difference that is rounding in this dtype
+    dtype: str = ""
     boundaries_because: str = ""  # why prompts are cut only at boundaries; empty if anywhere
 
     def to_dict(self) -> Record:
         """Plain data for JSON."""
         return dict(vars(self))
 
+    @property
+    def stock_agrees(self) -> bool:
+        """Whether the next token is stock's and the logits are within rounding, if it was asked."""
+        off, most = self.stock_max_difference or 0.0, self.stock_tolerance
+        return self.stock_same_tokens is not False and (most is None or off <= most)
+
+    @property
+    def rounding(self) -> str:
+        """How far the logits were from stock's, in words."""
+        return (
+            f"{self.dtype}: rounding against {self.stock} at most"
+            f" {self.stock_max_difference:.2g} on logits up to {self.stock_scale:.3g}, tolerance"
+            f" {self.stock_tolerance:.2g}"
+        )
+
     def __bool__(self) -> bool:
-        return self.equal and self.stock_same_tokens is not False
+        return self.equal and self.stock_agrees
 
     def __str__(self) -> str:
         lines = [
@@ -56,11 +74,8 @@ class Verification:
             else "prompts are cut anywhere: a token's state depends on those before it alone",
         ]
         if self.stock_max_difference is not None:
-            lines.append(
-                f"against {self.stock}: same next token:"
-                f" {'yes' if self.stock_same_tokens else 'NO'} (max difference"
-                f" {self.stock_max_difference:.3g} on logits up to {self.stock_scale:.3g})"
-            )
+            same = "yes" if self.stock_same_tokens else "NO"
+            lines.append(f"against {self.stock}: same next token: {same}; {self.rounding}")
         return "\n".join(lines)
 
 
@@ -74,28 +89,49 @@ class Check:
     note: str = ""
 
 
+@dataclass
+class Certificate:
+    """The checks of a user's own model."""
+
+    checks: list[Check]
+    rounding: str  # how far the logits were from stock's, in words
+
+    def __bool__(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one line."""
+        held = sum(check.ok for check in self.checks)
+        return f"{held} of {len(self.checks)} hold; {self.rounding}"
+
+    def to_dict(self) -> Record:
+        """Plain data for JSON."""
+        checks = [dict(vars(check)) for check in self.checks]
+        return {"ok": bool(self), "verdict": self.verdict, "checks": checks}
+
+
 def certify(
     runtime: Runtime, images: Sequence[object], question: str, tenant: str = ""
-) -> list[Check]:
+) -> Certificate:
     """Check a checkpoint as `keepsight.testing.FamilyTests` does: prompts continued with text and
     with a new picture, warm, cold and stock, and controls that must differ."""
     first = [_user(question, images[0])]
     goes_on = [*first, _said("It is."), _user("And what else can be seen?")]
     compared = [*goes_on, _said("Nothing."), _user("Compare it with this.", *images[1:])]
-    checks: list[Check] = []
-    for name, messages in (
-        ("a first prompt", first),
-        ("a text turn behind it", goes_on),
-        ("new pictures behind that", compared if images[1:] else []),
-    ):
-        if messages:
-            checks += _checked(name, verify(runtime, messages, True, tenant))
+    prompts = {"a first prompt": first, "a text turn behind it": goes_on}
+    if images[1:]:
+        prompts["new pictures behind that"] = compared
+    found = {name: verify(runtime, talk, True, tenant) for name, talk in prompts.items()}
+    checks = [check for name, one in found.items() for check in _checked(name, one)]
     before = runtime.stats()["features"]["encoded"]
     verify(runtime, [_user("Something new in front.", *images)], False, tenant)
     again = runtime.stats()["features"]["encoded"] - before
     checks.append(Check("known pictures are not encoded again", again == 0, float(again)))
     checks += _tower(runtime, compared if images[1:] else first, tenant)
-    return [*checks, *_controls(runtime, first, images[0], question, tenant)]
+    checks += _controls(runtime, first, images[0], question, tenant)
+    worst = max(found.values(), key=lambda one: one.stock_max_difference or 0.0)
+    return Certificate(checks, worst.rounding)
 
 
 def _checked(name: str, found: Verification) -> list[Check]:
@@ -103,7 +139,7 @@ def _checked(name: str, found: Verification) -> list[Check]:
     off, scale = found.stock_max_difference or 0.0, f"on logits up to {found.stock_scale or 0:.3g}"
     return [
         Check(f"{name}: warm equals cold, bit for bit", found.equal, found.max_difference, reused),
-        Check(f"{name}: next token as {found.stock}", bool(found.stock_same_tokens), off, scale),
+        Check(f"{name}: next token as {found.stock}", found.stock_agrees, off, scale),
     ]
 
 
@@ -199,6 +235,7 @@ def verify(
         prompt_tokens=len(prompt),
         cached_tokens=cached,
         boundaries_because=runtime.finding.why,
+        dtype=str(runtime.model.dtype).removeprefix("torch."),
     )
     if stock:
         _against_stock(runtime, prompt, warm, found, tenant)
@@ -236,6 +273,7 @@ def _against_stock(
     logits = output.logits[:, -1]
     found.stock_max_difference = float((logits.float() - warm.float()).abs().max())
     found.stock_scale = float(logits.abs().max())
+    found.stock_tolerance = tolerance_of(model) * found.stock_scale
     found.stock_same_tokens = int(logits.argmax()) == int(warm.argmax())
     if not found.stock_same_tokens:
         # Two logits within rounding of each other may swap; that is a tie, not an error.

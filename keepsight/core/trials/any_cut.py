@@ -34,6 +34,7 @@ from keepsight.core.kernels.linear import Linears, kernels_for, rows_agree
 from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
 from keepsight.core.settings import RuntimeSettings
+from keepsight.core.tolerance import NEAR
 from keepsight.core.trials import doubtful, findings
 from keepsight.core.trials.findings import Finding, Rules
 from keepsight.core.trials.graph_trial import GraphTrial, equal, states_of, tokens_of
@@ -50,7 +51,6 @@ TOKENS = 46  # tokens of the test prompt
 CUTS = (1, 4, 9, 24, 45)  # where the test prompt is cut
 _TOKENS_ON_A_GRID = 145  # tokens of the test prompt where layers compute in chunks
 _CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
-_NEAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the logits' scale
 _ALIKE = 0.3  # of the logits' norm: no more than rounding does by choosing other experts
 _APART, _LONGEST = 16, 512  # tokens of a snapshot if any cut is exact
 _CHOSEN = "the caller chose boundaries, with grain="
@@ -367,7 +367,7 @@ class AnyCut:
     def _unlike_stock(self, ours: torch.Tensor, ids: np.ndarray) -> str:
         """How the model's own logits differ from ours by more than rounding; empty if not."""
         stock = self._states(None, ids, ())[-1].float()
-        near = _NEAR.get(self._model.dtype, 0.0)
+        near = NEAR.get(self._model.dtype, 0.0)
         if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():
             return _NOT_KNOWN
         if (ours - stock).norm() > _ALIKE * stock.norm():

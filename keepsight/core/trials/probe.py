@@ -30,6 +30,7 @@ from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import RuntimeSettings
 from keepsight.core.stock.generate import Generated, generate
+from keepsight.core.tolerance import NEAR
 from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.kinds import Inputs, Processor, Record
@@ -64,7 +65,6 @@ _FIRST, _REPLACED = "one picture", "another picture"
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _INSIDES = (AttributeError, TypeError, LookupError, AssertionError)
 _SENTENCES = (KeepsightError, ValueError, RuntimeError, ImportError, NotImplementedError)
-_NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the logits' scale
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _refuse_blind(kind: str, cases: list[_Case]) -> None:
 
 
 def _near(model: PreTrainedModel) -> float:
-    return _NEAR.get(model.dtype, 1e-4)
+    return NEAR.get(model.dtype, 1e-4)
 
 
 def _runtime(
