@@ -79,11 +79,13 @@ def load(
         check_loadable(path, device_map, revision)
         load_named = loading.load_named if vision else without_tower.load_named
         model, files = load_named(path, dtype, device_map, revision)
+        if (commit := loading.commit_of(path, revision)) is not None:
+            model.config._commit_hash = commit  # for packages; Transformers notes it no more
         if weights is not None:
             narrow(model, family_of(model).text_modules())
             files = files and digests.digest("weights of files", files, weights)
     processor = loading.load_processor(path, revision)
-    return VLM(model, processor, files=files, **options)
+    return VLM(model, processor, files=files, owned=True, **options)
 
 
 def wrap(
@@ -160,6 +162,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         image_options: Options | None = None,
         tenant: str | None = None,
         files: str | None = None,
+        owned: bool = False,
         **settings: Any,
     ) -> None:
         self.tenant, self.installed = tenant_name(tenant), cast("InstalledGenerate | None", None)
@@ -186,8 +189,9 @@ class VLM(DisplayedModel, AsyncAnswers):
         renderer = None
         if processor is not None and not family.packages_only:
             renderer = Renderer(family, processor, chat_template)
-        own = files is not None
-        self.runtime = Runtime(model, family, processor, weights, chosen, kept, renderer, owned=own)
+        self.runtime = Runtime(
+            model, family, processor, weights, chosen, kept, renderer, owned=owned
+        )
         self._fingerprint(files)
         if self.runtime.store is not None and not family.packages_only:
             self.runtime.engine.snapshot_pattern()  # so that no turn has to wait for it

@@ -122,13 +122,11 @@ class ExportSource:
     def checkpoint(self) -> str:
         """The name of all files of the checkpoint in their present state."""
         path = loading.model_path(self.name)
-        files = loading.files_digest(path, "float32", every=True)
+        if not Path(path).is_dir():  # its commit is known once something of it is here
+            AutoConfig.from_pretrained(path, revision=self.revision)
+        files = loading.files_digest(path, "float32", self.revision, every=True)
         if files is None:
-            config = AutoConfig.from_pretrained(path, revision=self.revision)
-            commit = getattr(config, "_commit_hash", None)
-            if commit is None:
-                raise InputError(f"{self.name!r} names no files; load it from a folder")
-            files = digests.digest("checkpoint of a hub", path, commit)
+            raise InputError(f"{self.name!r} names no files; load it from a folder")
         return files
 
 

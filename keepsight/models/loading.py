@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import huggingface_hub
 import torch
 import transformers
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from keepsight import digests
@@ -48,25 +50,27 @@ def load_named(
 ) -> tuple[PreTrainedModel, str | None]:
     """The model in eval mode, and the name of the files with all its weights."""
     options = load_options(dtype, device_map, revision)
-    before = files_of(path)
+    before = files_of(path, revision)
     with named_refusal(path), without_short_bars(path):
         model, found = AutoModelForImageTextToText.from_pretrained(
             path, output_loading_info=True, **options
         )
-    model = thinking(model).eval()
-    return model, files_name(path, model, before, found)
+    files = files_name(path, model, before, found, revision)
+    return thinking(model).eval(), files
 
 
-def files_name(path: str, model: PreTrainedModel, before: Rows | None, found: Record) -> str | None:
+def files_name(
+    path: str, model: PreTrainedModel, before: Rows | None, found: Record, revision: str | None
+) -> str | None:
     """The name of the files of a model just loaded, under which its digests may be remembered.
 
     None if the files do not determine the model: for weights missing in them, which are random, and
     for files that changed meanwhile. `before` is their earlier state; `found` lists what was
     missing.
     """
-    if found["missing_keys"] or found["mismatched_keys"] or files_of(path) != before:
+    if found["missing_keys"] or found["mismatched_keys"] or files_of(path, revision) != before:
         return None
-    return files_digest(path, model.dtype, commit=getattr(model.config, "_commit_hash", None))
+    return files_digest(path, model.dtype, revision)
 
 
 def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> Record:
@@ -138,23 +142,26 @@ def load_processor(path: str, revision: str | None) -> Processor:
 
 
 def files_digest(
-    path: str, dtype: torch.dtype | str, every: bool = False, commit: str | None = None
+    path: str, dtype: torch.dtype | str, revision: str | None = None, every: bool = False
 ) -> str | None:
-    """The name of all files from which a folder's model is loaded, by size, time and inode.
+    """The name of all files from which a model is loaded: those of a folder by size, time and
+    inode, those of the Hub by repository and commit.
 
-    For an adapter it includes those of its base; a base on the Hub is named by its commit. None for
-    a hub id. With `every`, all files count, including those in subfolders.
+    For an adapter it includes those of its base. None if they are not known, as for a hub id that
+    is not cached. With `every`, all files of a folder count, including those in subfolders.
     """
-    folder = Path(path)
-    if not folder.is_dir():
+    folder = folder_of(path, revision)
+    if folder is None:
         return None
-    rows = _rows(folder, folder.rglob("*")) if every else files_of(path, commit)
+    own = every and Path(path).is_dir()
+    rows = _rows(folder, folder.rglob("*")) if own else files_of(path, revision)
     if rows is None:
         return None
     versions = [torch.__version__, transformers.__version__]
     if (folder / _ADAPTER).is_file():
         versions.append(importlib.metadata.version("peft"))
-    return digests.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)
+    where = str(folder.resolve()) if Path(path).is_dir() else path
+    return digests.digest("weight files", where, rows, str(dtype), versions)
 
 
 _ADAPTER = "adapter_config.json"
@@ -162,20 +169,46 @@ _READ = ("*.safetensors", "*.bin", "*.json")
 _MOST_BASES = 8
 
 
-def files_of(path: str, commit: str | None = None, below: int = 0) -> Rows | None:
+def folder_of(path: str, revision: str | None) -> Path | None:
+    """The folder itself, or that of a hub id in the cache; the name of the latter is its commit.
+
+    Transformers' configurations do not tell the commit any more.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    for name in ("config.json", _ADAPTER):
+        try:
+            cached = huggingface_hub.try_to_load_from_cache(path, name, revision=revision)
+        except HFValidationError:  # neither a folder nor a hub id
+            return None
+        if isinstance(cached, str):
+            return Path(cached).parent
+    return None
+
+
+def commit_of(path: str, revision: str | None) -> str | None:
+    """The commit of a hub id that is in the cache."""
+    folder = None if Path(path).is_dir() else folder_of(path, revision)
+    return None if folder is None else folder.name
+
+
+def files_of(path: str, revision: str | None = None, below: int = 0) -> Rows | None:
     """The files of a model with their state; None if not all are known."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return [[path, commit]] if below and commit else None
-    files = {file for pattern in _READ for file in folder.glob(pattern)}
-    for index in folder.glob("*.index.json"):
-        parts = _read_json(index).get("weight_map", {})
-        files |= {folder / str(part) for part in parts.values()}
-    rows = _rows(folder, files)
+    folder = folder_of(path, revision)
+    if folder is None:
+        return None
+    if (commit := commit_of(path, revision)) is not None:
+        rows: Rows = [[path, commit]]
+    else:
+        files = {file for pattern in _READ for file in folder.glob(pattern)}
+        for index in folder.glob("*.index.json"):
+            parts = _read_json(index).get("weight_map", {})
+            files |= {folder / str(part) for part in parts.values()}
+        rows = _rows(folder, files)
     base = _read_json(folder / _ADAPTER).get("base_model_name_or_path")
     if base is None:
         return rows
-    under = files_of(str(base), commit, below + 1) if below < _MOST_BASES else None
+    under = files_of(str(base), revision, below + 1) if below < _MOST_BASES else None
     return None if under is None else [*rows, ["base", str(base)], *under]
 
 

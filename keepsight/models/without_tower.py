@@ -27,6 +27,7 @@ from keepsight.models import upstream
 from keepsight.models.families import Family, family_of
 from keepsight.models.families.tower_absent import AbsentTower, AbsentWeight, tower_parts
 from keepsight.models.loading import (
+    commit_of,
     files_digest,
     files_name,
     files_of,
@@ -45,7 +46,7 @@ def load_named(
 ) -> tuple[PreTrainedModel, str | None]:
     """The model in eval mode with placeholders for its tower, and the name of its files."""
     options = load_options(dtype, device_map, revision)
-    before = files_of(path)
+    before = files_of(path, revision)
     with named_refusal(path), without_short_bars(path):
         config = _config_of(path, revision)
         kind = _class_of(config)
@@ -53,12 +54,15 @@ def load_named(
             path, config=config, output_loading_info=True, **options
         )
     model.__class__ = kind
+    files = files_name(path, model, before, found, revision)
     model = thinking(model).eval()
-    source = TowerFiles(path, kind, dtype, revision, files_digest(path, model.dtype), model.dtype)
+    read = commit_of(path, revision) or revision  # a branch of the Hub may move on
+    now = files_digest(path, model.dtype, read)
+    source = TowerFiles(path, kind, dtype, read, now, model.dtype)
     for part in model.modules():
         if isinstance(part, AbsentTower):
             part.source = source
-    return model, files_name(path, model, before, found)
+    return model, files
 
 
 @dataclass(eq=False)
@@ -76,7 +80,7 @@ class TowerFiles:
     def weights(self) -> list[AbsentWeight]:
         """The name, digest and dtype of each weight; read once."""
         if self._found is None:
-            if files_digest(self.path, self.loaded) != self.files:
+            if files_digest(self.path, self.loaded, self.revision) != self.files:
                 raise UnreadableWeights(
                     f"the files of {self.path!r} changed since the model was loaded without its "
                     "tower, so the tower cannot be fingerprinted; load the model again"

@@ -1,0 +1,53 @@
+"""Models from a hub id are as well off as those from a folder. There is no network here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hub_cache import NAME, cached, run_offline
+from safetensors.torch import load_file, save_file
+
+_LOOK = """
+import json, sys
+import keepsight as ks
+from keepsight import digests
+
+name, store, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+hashed, digest = [], digests.weight_digest
+digests.weight_digest = lambda weight: hashed.append(weight) or digest(weight)
+with ks.load(name, store=store, dtype="float32", **options) as vlm:
+    engine, weights = vlm.stats()["engine"], vlm.runtime.weights.all
+    print(json.dumps([weights, engine["packed_bytes"], len(hashed)]))
+"""
+_NOTED = """
+import sys
+import keepsight as ks
+from keepsight.export.runtime_choice import ExportSource
+from PIL import Image
+
+with ks.load(sys.argv[1]) as vlm:
+    print(vlm.encode(Image.new("RGB", (64, 64))).about["commit"])
+print(len(ExportSource(sys.argv[1]).checkpoint))
+"""
+
+
+def test_weights_are_packed_and_hashed_once_per_commit(tmp_path: Path) -> None:
+    def load(name: str = NAME, store: str = "store", **options: Any) -> tuple[str, int, int]:
+        words = ("-c", _LOOK, name, str(tmp_path / store), json.dumps(options))
+        weights, packed, hashed = json.loads(run_offline(tmp_path, *words))
+        return weights, packed, hashed
+
+    cached(tmp_path, "a" * 40)
+    assert run_offline(tmp_path, "-c", _NOTED, NAME).split() == ["a" * 40, "64"]
+    first = load()
+    assert first == load("demo", "another store") and first[1]
+    again = load()
+    assert again[:2] == first[:2] and again[2] < first[2] / 10
+    file = cached(tmp_path, "b" * 40) / "model.safetensors"
+    save_file({name: w + 1 for name, w in load_file(file).items()}, file, {"format": "pt"})
+    later = load()
+    assert later[0] != first[0] and later[2] == first[2]
+    assert load()[0] == later[0]
+    assert load(revision="a" * 40) == again
