@@ -117,6 +117,6 @@ def _tokens_of_picture(
     caches = MediaCaches.of(_NOTHING)
     processor = loading.load_processor(path, revision)
     namer = Namer(family, processor, {}, None, caches.aliases, caches.downloads_of(""))
-    source = open_source(PIL.Image.new("RGB", size), caches.downloads_of(""))
+    source = open_source(PIL.Image.new("RGB", size))
     layout = namer.run_processor(source.decode(), source).layout
     return sum(part for part in layout if isinstance(part, int))

@@ -20,28 +20,30 @@ from PIL import Image
 from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip, Record
-from keepsight.media.sources import Source, UrlContents, file_label, read_bytes
+from keepsight.media.sources import Fetch, Source, fetched, file_label, read_bytes
 from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, SAMPLED, VideoFile
 from keepsight.system.optional import optional
 
 FILES = (str, os.PathLike, bytes, bytearray, memoryview)
 
 
-def open_clip(clip: object, modality: str, fetched: UrlContents | None = None) -> Source:
+def open_clip(clip: object, modality: str, fetch: Fetch = fetched) -> Source:
     """A source of a video or of sound, from any form of it."""
     if isinstance(clip, Source):
         return clip
+    where = os.fspath(clip) if isinstance(clip, str | os.PathLike) else ""
+    where = "" if where.startswith("data:") else where
     if modality == "video" and isinstance(clip, FILES):
-        video = VideoFile(read_bytes(clip, fetched))
-        file = file_label(os.fspath(clip)) if isinstance(clip, str | os.PathLike) else ""
+        video = VideoFile(read_bytes(clip, fetch))
+        file, label = file_label(where), "a video file"
         return Source(
-            video.name, video.decode, "a video file", [], modality, file=file, video=video
+            video.name, video.decode, label, [], modality, file=file, video=video, where=where
         )
-    decoded = _video(clip) if modality == "video" else _sound(clip, fetched)
+    decoded = _video(clip) if modality == "video" else _sound(clip, fetch)
     data, about = decoded
     name = digests.digest(modality, *([data] if modality == "audio" else list(data)), about)
     label = f"a clip of {len(data)} {'samples' if modality == 'audio' else 'frames'}"
-    return Source(name, lambda: decoded, label, [], modality)
+    return Source(name, lambda: decoded, label, [], modality, where=where)
 
 
 def _video(clip: object) -> Clip:
@@ -110,7 +112,7 @@ def _frames(clip: object) -> np.ndarray:
     return np.ascontiguousarray(clip)
 
 
-def _sound(clip: object, fetched: UrlContents | None) -> Clip:
+def _sound(clip: object, fetch: Fetch) -> Clip:
     """One channel of float32, and its sampling rate (None: the model's)."""
     rate: int | None = None
     if isinstance(clip, dict):
@@ -119,7 +121,7 @@ def _sound(clip: object, fetched: UrlContents | None) -> Clip:
             rate = int(_rate(rate, "sound at {} samples per second", 10_000_000))
         clip = clip.get("array", clip.get("data"))
     if isinstance(clip, FILES):
-        clip, rate = _decode_sound(read_bytes(clip, fetched))
+        clip, rate = _decode_sound(read_bytes(clip, fetch))
     if isinstance(clip, torch.Tensor):
         clip = clip.detach().cpu().numpy()
     array = np.asarray(clip) if isinstance(clip, list | tuple | np.ndarray) else None

@@ -19,6 +19,7 @@ from keepsight.media import video_steps
 from keepsight.media.caches import MediaCaches
 from keepsight.media.medium import Medium, VideoStep, entry_of, medium_in
 from keepsight.media.naming import Inspected, Namer
+from keepsight.media.sources import Source
 from keepsight.media.tower import Tower
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import videos_by_step
@@ -91,8 +92,12 @@ class Vision:
 
     def medium_of(self, looked: Inspected) -> Medium:
         """The medium of a look, without remembering it. Thread-safe."""
-        source = looked.source
-        return self._medium(looked.entry, lambda: self.namer.preprocess(source))
+        return self._medium_of(looked.source, looked.entry)
+
+    def _medium_of(self, source: Source, entry: Record) -> Medium:
+        medium = self._medium(entry, lambda: self.namer.preprocess(source))
+        makers = self.namer.makers(source.modality)
+        return dataclasses.replace(medium, opened=source, makers=makers)
 
     def name_pixels(self, pixels: Pixels) -> Medium:
         """The medium behind a processor's output for one image."""
@@ -102,7 +107,12 @@ class Vision:
         """A medium named earlier, under the present weights and provenance."""
         if isinstance(medium.recall, Package):
             return self._medium_of_package(medium.recall, medium.feature_id)
-        return self._medium(entry_of(medium, source=medium.source), medium.recall)
+        entry = entry_of(medium, source=medium.source)
+        if medium.opened is None:
+            return self._medium(entry, medium.recall)
+        if medium.makers != self.namer.makers(medium.modality):  # other pixels come of it here
+            return self.admit_looked(self.namer.look(medium.opened, medium.modality))
+        return self._medium_of(medium.opened, entry)
 
     def admit(self, package: Package, handed_in: bool = False) -> Medium:
         """The medium of a package from a file that also has its snapshots, with their digests.

@@ -64,6 +64,8 @@ class Medium:
     recall: Callable[[], Pixels] | Package  # remakes the pixels, or returns the package
     modality: str = "image"
     steps: tuple[VideoStep, ...] = ()  # of a video, if features are made step by step
+    opened: Source | None = None  # what was given, unless it was tensors or a package
+    makers: str = ""  # the settings and libraries that made pixels of it
 
     @property
     def tokens(self) -> int:

@@ -111,7 +111,7 @@ class Namer:
         own = vars(self._processor).items()
         return {k: v for k, v in own if k != "chat_template" and is_plain(v)}
 
-    def _makers(self, modality: str) -> str:
+    def makers(self, modality: str) -> str:
         """Settings and library versions: if both are equal, pixels are equal."""
         known = self._makers_of
         if modality not in known:
@@ -124,11 +124,11 @@ class Namer:
     def look(self, image: object, modality: str = "image") -> Inspected:
         """Find or make the entry of a medium in any form. Thread-safe."""
         self._needed_processor()
-        makers = self._makers(modality)
+        makers = self.makers(modality)
         if modality == "image":
-            source = open_source(image, self._downloads)
+            source = open_source(image, self._downloads.get)
         else:
-            source = open_clip(image, modality, self._downloads)
+            source = open_clip(image, modality, self._downloads.get)
         if source.options:
             makers = digests.digest("processing with options", makers, dict(source.options))
         if source.modality == "video" and videos_by_step(self._family):

@@ -14,12 +14,15 @@ import os
 import re
 import stat
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import PIL
@@ -42,6 +45,54 @@ Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
+class Download:
+    """What an address gave, and the headers of a request that asks whether it changed since."""
+
+    data: bytes
+    asking: Mapping[str, str]
+
+
+Fetch: TypeAlias = Callable[[str], bytes]  # gives what lies at an address now
+
+
+def download(url: str, known: Download | None = None) -> Download:
+    """What an address gives now; `known` itself if the server says that it is unchanged."""
+    asking = known.asking if known is not None else {}
+    try:
+        request = urllib.request.Request(url)
+        for name, value in asking.items():
+            request.add_unredirected_header(name, value)  # a tag is of one address alone
+        with urllib.request.urlopen(request, timeout=60) as response:  # http(s) only
+            data: bytes = response.read(MAX_BYTES + 1)
+            asking = _asking(response.headers) if response.url == url else {}
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if known is not None and isinstance(error, urllib.error.HTTPError) and error.code == 304:
+            return known
+        raise ImageError(f"{url} could not be fetched: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"{url} is larger than {MAX_BYTES} bytes")
+    return Download(data, asking)
+
+
+def fetched(url: str) -> bytes:
+    """What an address gives now, for callers who remember nothing."""
+    return download(url).data
+
+
+def _asking(headers: Message) -> dict[str, str]:
+    """The headers that ask a server for a change, if its answer tells one byte from another."""
+    tag, changed = headers.get("ETag", ""), headers.get("Last-Modified", "")
+    if tag and not tag.startswith("W/"):
+        return {"If-None-Match": tag}
+    try:
+        age = parsedate_to_datetime(headers.get("Date", "")) - parsedate_to_datetime(changed)
+    except (TypeError, ValueError):
+        return {}
+    # Its seconds are whole: what changed in this one may change in it again.
+    return {"If-Modified-Since": changed} if age.total_seconds() > 1 else {}
+
+
+@dataclass(frozen=True)
 class Source:
     """A named image that is decoded only when needed.
 
@@ -57,6 +108,7 @@ class Source:
     modality: str = "image"
     options: tuple[tuple[str, object], ...] = ()  # options of the processor for this image alone
     file: str = ""  # its display name in lists of a store; never used for lookup
+    where: str = ""  # the path or address that it was read from
     video: VideoFile | None = None  # for files of which only some frames may be used
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
@@ -84,17 +136,7 @@ def file_label(where: str) -> str:
     return "".join(c for c in name if c.isprintable())[:_LONGEST_LABEL]
 
 
-class UrlContents(Protocol):
-    """Remembers the contents of URLs."""
-
-    def get(self, url: str) -> bytes:
-        """The bytes."""
-
-    def source(self, url: str) -> Source:
-        """The picture."""
-
-
-def open_source(image: object, fetched: UrlContents | None = None) -> Source:
+def open_source(image: object, fetch: Fetch = fetched) -> Source:
     """A source from any form of image."""
     if isinstance(image, Source):
         return image  # already opened
@@ -107,24 +149,24 @@ def open_source(image: object, fetched: UrlContents | None = None) -> Source:
     if isinstance(image, os.PathLike):
         return _from_file(Path(image))
     if isinstance(image, str):
-        return _from_text(image, fetched)
+        return _from_text(image, fetch)
     raise ImageError(
         f"a {type(image).__name__} is not an image; expected a path, URL, data URI, PIL image, "
         "numpy array, torch tensor, bytes or a Package"
     )
 
 
-def _from_text(text: str, fetched: UrlContents | None) -> Source:
+def _from_text(text: str, fetch: Fetch) -> Source:
     if text.startswith("data:"):
         return _from_bytes(_data_uri(text), "the data URI")
     if text.startswith(("http://", "https://")):
-        return fetched.source(text) if fetched else _from_bytes(fetch(text), text)
+        return _from_place(text, lambda: fetch(text))
     if text.startswith("file://"):
         text = urllib.request.url2pathname(urllib.parse.urlparse(text).path)
     return _from_file(Path(text))
 
 
-def read_bytes(where: Readable, fetched: UrlContents | None = None) -> bytes:
+def read_bytes(where: Readable, fetch: Fetch = fetched) -> bytes:
     """The bytes behind a path, a URL, a data URI, or bytes themselves."""
     if isinstance(where, bytes | bytearray | memoryview):
         return bytes(where)
@@ -133,7 +175,7 @@ def read_bytes(where: Readable, fetched: UrlContents | None = None) -> bytes:
     if where.startswith("data:"):
         return _data_uri(where)
     if where.startswith(("http://", "https://")):
-        return fetched.get(where) if fetched else fetch(where)
+        return fetch(where)
     if where.startswith("file://"):
         where = urllib.request.url2pathname(urllib.parse.urlparse(where).path)
     return _read(Path(where))
@@ -174,29 +216,22 @@ def from_base64(text: str) -> bytes:
     return b"".join(parts)
 
 
-def fetch(url: str) -> bytes:
-    """The content of a URL."""
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response:  # http(s) only
-            data: bytes = response.read(MAX_BYTES + 1)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ImageError(f"{url} could not be fetched: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise ImageError(f"{url} is larger than {MAX_BYTES} bytes")
-    return data
-
-
 def _from_file(path: Path) -> Source:
-    fresh = [_read(path)]
+    return _from_place(str(path), lambda: _read(path))
+
+
+def _from_place(where: str, read: Callable[[], bytes]) -> Source:
+    """The picture that lies at a path or an address now."""
+    fresh = [read()]
     name = file_name(fresh[0])
 
     def decode() -> Decoded:
-        data = fresh[0] if fresh else _read(path)
+        data = fresh[0] if fresh else read()
         if not fresh and file_name(data) != name:
-            raise MediaChanged(f"{path} changed after it was named; ask again")
-        return decode_bytes(data, str(path))
+            raise MediaChanged(f"{where} changed after it was named; ask again")
+        return decode_bytes(data, where)
 
-    return Source(name, decode, str(path), fresh, file=file_label(str(path)))
+    return Source(name, decode, where, fresh, file=file_label(where), where=where)
 
 
 def _read(path: Path) -> bytes:

@@ -87,7 +87,7 @@ class PrefillAhead:
             return
         if len(parse_messages(order.messages)[1]) != len(order.media):
             return  # it was rendered again, under other settings
-        media = [replace(medium, recall=_gone) for medium in order.media]
+        media = [replace(medium, recall=_gone, opened=None) for medium in order.media]
         messages = [*with_media(order.messages, media), message]
         self._followers.append(Follower(messages, media, order.call, node.end, order.bound))
 
