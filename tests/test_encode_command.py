@@ -108,7 +108,7 @@ def test_the_model_may_be_the_first_word(folder: Path) -> None:
     assert "name one model" in refused("demo", "a.png", *to, "--model", "demo-hybrid")
     assert "write: keepsight encode demo PICTURES --to FOLDER" in refused("demo", *to)
     assert "did you mean demo-hybrid?" in refused("demo-hybird", "a.png", *to)
-    assert "of the Hub is named with --model" in refused("owner/model", "a.png", *to)
+    assert "'owner/model' is not" in refused("owner/model", "a.png", *to)
     # The clone has a folder of that name, which holds nothing to look at.
     Path("demo").mkdir()
     Path("demo/make.py").write_text("")

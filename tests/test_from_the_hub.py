@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hub_cache import NAME, cached, run_offline
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 _LOOK = """
@@ -51,3 +53,18 @@ def test_weights_are_packed_and_hashed_once_per_commit(tmp_path: Path) -> None:
     assert later[0] != first[0] and later[2] == first[2]
     assert load()[0] == later[0]
     assert load(revision="a" * 40) == again
+
+
+def test_a_hub_id_is_a_model_as_the_first_word(tmp_path: Path) -> None:
+    cached(tmp_path, "a" * 40)
+    picture, store = str(tmp_path / "picture.png"), str(tmp_path / "store")
+    Image.new("RGB", (64, 64), "red").save(picture)
+    command = ("-m", "keepsight")
+    assert run_offline(tmp_path, *command, "ask", NAME, picture, "What is it?").strip()
+    assert run_offline(tmp_path, *command, "ask", NAME, "-p", "Hello", "--max-tokens", "2")
+    assert "1" in run_offline(tmp_path, *command, "encode", NAME, picture, "--to", store)
+    for words in (["ask", "no/such.png", "What is it?"], ["ask", "-m", NAME, "no/such", "What?"]):
+        with pytest.raises(AssertionError, match="No such file"):
+            run_offline(tmp_path, *command, *words)
+    with pytest.raises(AssertionError, match="'no/such' is not in the cache of the Hub"):
+        run_offline(tmp_path, *command, "ask", "no/such", "What is it?")

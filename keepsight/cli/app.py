@@ -137,7 +137,7 @@ def ask(
     report: ShowReport = False,
 ) -> None:
     """Ask one question about any number of images; the answer is printed as it is generated."""
-    named, words = model_first(words or [], alone=prompt is not None)
+    named, words = model_first(words or [], prompt is not None, model)
     model = one_model(named, model)
     images, question = _question(words, image or [], prompt)
     check_images(images)

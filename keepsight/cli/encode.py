@@ -125,7 +125,7 @@ def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[
 
     A folder beside `--model` is a source, whatever is in it.
     """
-    named, sources = model_first(words, alone=False)
+    named, sources = model_first(words, False, option)
     if named is not None and option is not None and _is_there(named):
         named, sources = None, words
     model = one_model(named, option)
@@ -139,10 +139,6 @@ def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[
     near = difflib.get_close_matches(first, DEMO_NAMES, n=1, cutoff=0.8)
     if near:
         raise InputError(f"{first}: there is no such file or folder; did you mean {near[0]}?")
-    if option is None and len(words) > 1 and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", first):
-        raise InputError(
-            f"{first}: there is no such file or folder; a model of the Hub is named with --model"
-        )
     return model, sources
 
 

@@ -29,12 +29,18 @@ def check_model(name: str) -> None:
         return
     if folder.is_file():
         raise InputError(f"{name} is a file; a model is a folder, a hub id, or demo")
-    if _HUB_ID.fullmatch(name) and not name.startswith(("./", "../", "~")):
+    if may_be_hub_id(name):
         _check_reachable(name)
         return
     near = _near(name, folder)
     hint = f"did you mean {near}?" if near else "give demo, a folder, or a hub id (owner/name)"
     raise InputError(f"no model {name!r}: there is no such folder; {hint}")
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name has the form owner/name, and nothing on the disk has that name."""
+    path = name.startswith(("./", "../", "~")) or os.path.lexists(name)
+    return not path and _HUB_ID.fullmatch(name) is not None
 
 
 def _check_reachable(name: str) -> None:

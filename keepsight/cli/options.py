@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepsight.cli.loading_line import loading_line
-from keepsight.cli.model_names import DEMO_NAMES, check_model
+from keepsight.cli.model_names import DEMO_NAMES, check_model, may_be_hub_id
 from keepsight.errors import ImageError, InputError, NotKeepsightFile, UnsupportedInput
 from keepsight.kinds import Options, Record
 from keepsight.system.optional import optional
@@ -129,17 +129,20 @@ def one_model(named: str | None, option: str | None) -> str:
     return name
 
 
-def model_first(words: list[str], alone: bool) -> tuple[str | None, list[str]]:
+def model_first(
+    words: list[str], alone: bool, option: str | None = None
+) -> tuple[str | None, list[str]]:
     """A model that stands before pictures and question, as in other commands, and the rest.
 
-    Only a demo model or a folder that holds one is taken for a model there; `alone` means that
-    nothing need follow.
+    That is a demo model, a folder that holds a model, or, without `--model`, a possible hub id;
+    `alone` means that nothing need follow.
     """
     if len(words) + alone < 2:
         return None, words
     first = Path(words[0]).expanduser()
     demo = words[0] in DEMO_NAMES and not holds_pictures(first)
-    is_model = demo or _holds_model(first)
+    hub = option is None and may_be_hub_id(words[0]) and not _LOOKED_AT.fullmatch(words[0])
+    is_model = demo or hub or _holds_model(first)
     return (words[0], words[1:]) if is_model else (None, words)
 
 
