@@ -642,14 +642,17 @@ def test_conversations_are_deleted_or_not_kept_at_all(opened: Open) -> None:
     assert counts == {"talks": 0, "turns": 0, "pictures": 0, "drafts": 0}
 
 
+@pytest.mark.parametrize("where", ["this tab", "another tab"])
 def test_a_conversation_deleted_while_its_answer_comes_stays_deleted(
-    opened: Open, scripted: Any
+    opened: Open, scripted: Any, where: str
 ) -> None:
-    page = opened(scripted(Scripted(*["word "] * 400, wait=0.02)).url)
+    url = scripted(Scripted(*["word "] * 400, wait=0.02)).url
+    page = opened(url)
     page.question.fill("Talk.")
     page.question.press("Enter")
     expect(page.answers.last.locator(".said")).to_contain_text("word word")
     page.tab.wait_for_timeout(600)  # written once
+    page = page if where == "this tab" else opened(url)
     page.tab.get_by_role("button", name="Menu").click()
     page.tab.get_by_role("button", name="Delete the conversation: Talk.").click()
     page.tab.locator("#menu button", has_text="Really?").click()

@@ -50,7 +50,7 @@ export class Keeper {
 
   /** A conversation has changed: write it soon. */
   soon(talk) {
-    if (talk.deleted || talk.kept || !talk.root.children.length) return;
+    if (talk.kept || !talk.root.children.length) return;
     this.changed.add(talk);
     this.timer ||= setTimeout(() => this.flush(), SOON);
   }
@@ -65,7 +65,6 @@ export class Keeper {
   }
 
   async remove(talk) {
-    talk.deleted = true; // also for an answer that ends later
     this.changed.delete(talk);
     await this.try((store) => store.remove(talk.id));
   }

@@ -64,10 +64,12 @@ class Store {
     return { turns: turns.sort((a, b) => a.at - b.at), pictures };
   }
 
-  /** Write what has changed of a conversation: its row, and those of its turns and pictures. */
+  /** Write what has changed of a conversation: its row, and those of its turns and pictures. What was
+   * deleted since, here or in another tab, stays deleted: an answer to it may end later. */
   async write(talk, turns, pictures) {
-    const before = this.written.get(talk.id) ?? new Map(), now = new Map();
     const begun = this.begin("readwrite", "talks", "turns", "pictures");
+    if (this.written.has(talk.id) && !(await result(begun.objectStore("talks").getKey(talk.id)))) return;
+    const before = this.written.get(talk.id) ?? new Map(), now = new Map();
     begun.objectStore("talks").put(talk);
     for (const [name, rows] of [["turns", turns], ["pictures", pictures]]) {
       for (const row of rows) {
@@ -87,8 +89,8 @@ class Store {
       const keys = await result(begun.objectStore(name).index("talk").getAllKeys(id));
       for (const key of keys) begun.objectStore(name).delete(key);
     }
+    this.written.set(id, new Map());
     await finished(begun);
-    this.written.delete(id);
   }
 
   async clear() {

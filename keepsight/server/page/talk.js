@@ -21,7 +21,6 @@ export class Talk {
     this.id = kept?.id ?? this.root.id;
     this.at = kept?.at ?? this.root.at;
     this.kept = kept;
-    this.deleted = false;
   }
 
   /** Add a turn under another, and show it. */
