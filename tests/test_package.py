@@ -25,19 +25,21 @@ from hostile import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from models import picture
+from models import picture, turn
 from safetensors import safe_open
 
 import keepsight as ks
 from keepsight.errors import (
     DamagedFile,
     FileError,
+    InputError,
     NotKeepsightFile,
     WrongFormatVersion,
     WrongIdentity,
 )
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import FORMAT, KIND, Package
+from keepsight.scheduler import Together
 from keepsight.store import DiskStore
 
 TINY = GOLDEN / "tiny.sight"
@@ -369,3 +371,22 @@ def test_a_killed_writer_leaves_no_half_package(tmp_path: Path) -> None:
         pack = Package.load(tmp_path / f"{number}.sight")
         assert (pack.tensors["features"] == pack.about["n"]).all()
         assert pack.about["n"] >= max(int(n) for n in said if int(n) % 5 == number)
+
+
+def test_a_path_is_as_good_as_the_package(tmp_path: Path) -> None:
+    file, more = tmp_path / "cat.sight", {"max_new_tokens": 2}
+    with ks.load("demo", device="cpu") as vlm:
+        vlm.encode(picture(1)).save(file)
+    with ks.load("demo") as vlm, vlm.blindfold():
+        assert vlm.encode(file).key == vlm.encode([str(file)])[0].key
+        assert vlm.ask(str(file), "What is it?", **more).usage.images == 1
+        assert vlm.session().ask("What is it?", file, **more).usage.images == 1
+        messages = [turn("What is it?", str(file))]
+        assert vlm.explain(messages).segments
+        vlm.pin(file)
+        with Together(vlm) as together:
+            assert together.submit(messages, **more).result().text
+        with pytest.raises(InputError, match="nothing.sight: no package can be read"):
+            vlm.ask("nothing.sight", "What is it?")
+    with pytest.raises(InputError, match="two names of one option"):
+        ks.load("demo", device="cpu", device_map="cpu")

@@ -54,7 +54,6 @@ from keepsight.errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from keepsight.formats.package import Package
 
 app = typer.Typer(
     cls=ErrorsByName,
@@ -286,7 +285,7 @@ def verify(
         from keepsight.core.verify import certify
         from keepsight.demo.scene import Scene
 
-    images: list[str | Package | Image] = [p for n in image or [] for _, p in pictures_at(n)]
+    images: list[str | Image] = [p for n in image or [] for _, p in pictures_at(n)]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     question = prompt or "Describe the picture."
     pixels = (min_pixels, max_pixels)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepsight.errors import InputError
-from keepsight.formats.package import Package
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -100,27 +99,23 @@ def _path_of(word: str) -> str:
     return os.path.expanduser(word)
 
 
-def open_pictures(name: str) -> list[tuple[str, str | Package | Image]]:
+def open_pictures(name: str) -> list[tuple[str, str | Image]]:
     """The pictures behind a typed name, in a form for the library, each with a name to show."""
     return pictures_at(_path_of(name))
 
 
-def pictures_at(path: str) -> list[tuple[str, str | Package | Image]]:
+def pictures_at(path: str) -> list[tuple[str, str | Image]]:
     """The same for a path on disk."""
     if os.path.isdir(path):
         files = sorted(p for p in Path(path).iterdir() if p.suffix.lower() in SUFFIXES - {".pdf"})
         _bound(path, len(files))
-        return [(str(file), _open(str(file))) for file in files]
+        return [(str(file), str(file)) for file in files]
     if path.lower().endswith(".pdf") and os.path.isfile(path):
         from keepsight.encode.documents import draw_pages
 
         pages = draw_pages(path, _DPI, MOST)
         return [(f"{path}#page={n}", page) for n, page in enumerate(pages, 1)]
-    return [(path, _open(path))]
-
-
-def _open(path: str) -> str | Package:
-    return Package.load(path) if path.lower().endswith(".sight") else path
+    return [(path, path)]
 
 
 def _bound(path: str, count: int) -> None:

@@ -21,7 +21,7 @@ from keepsight.errors import ImageError, StoreError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.features import Vision
-from keepsight.media.medium import Medium, Pictures
+from keepsight.media.medium import Medium, Pictures, opened
 from keepsight.media.video_steps import shows
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
@@ -207,7 +207,7 @@ def _has_dependents(node: Node) -> bool:
 def _named(vision: Vision, what: object) -> list[Medium]:
     """The media of one image in any form, or of a list of them."""
     images = what if isinstance(what, list | tuple) else [what]
-    return [vision.name(image, getattr(image, "modality", "image")) for image in images]
+    return [vision.name_any(image) for image in images]
 
 
 def _is_conversation(what: object) -> TypeGuard[list[Message]]:
@@ -274,6 +274,7 @@ def predict_report(runtime: Runtime, messages: list[Message], call: Call) -> Rep
     vision = runtime.vision_of(call.tenant)
 
     def name(image: object, modality: str) -> Medium:
+        image = opened(image)
         if isinstance(image, Medium | Package):
             return vision.name(image, modality)
         return vision.medium_of(vision.namer.look(image, modality))

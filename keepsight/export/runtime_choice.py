@@ -135,6 +135,7 @@ def load(
     *,
     runtime: str | None = None,
     weights: str | None = None,
+    device: DeviceMap = None,
     device_map: DeviceMap = None,
     dtype: Dtype = "auto",
     revision: str | None = None,
@@ -147,6 +148,7 @@ def load(
     With `vision=False` the vision tower is left out: its weights take no memory, and all images
     must come from packages or from a store that has them. Further options are those of `wrap`. A
     folder written by `keepsight export` is loaded like any other, and runs in its own runtime.
+    `device` and `device_map` are two names of one option.
 
     `runtime`: `"torch"`, or `"onnx"` or `"openvino"`, for which an export is made once, in the
     store's folder; `"mlx"`, on a Mac; `"auto"` takes the fastest of torch and exports here.
@@ -154,6 +156,9 @@ def load(
     called with a line of text before each long step.
     """
     name = os.fspath(name)
+    if device is not None and device_map is not None:
+        raise InputError("device= and device_map= are two names of one option; give one of them")
+    device_map = device if device_map is None else device_map
     check_together(runtime, weights)
     check_options(options)
     wanted = ExportSource(name, weights, device_map, dtype, revision, vision, options, tell)

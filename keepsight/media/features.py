@@ -17,7 +17,7 @@ from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Grid, Record
 from keepsight.media import video_steps
 from keepsight.media.caches import MediaCaches
-from keepsight.media.medium import Medium, VideoStep, entry_of, medium_in
+from keepsight.media.medium import Medium, VideoStep, entry_of, medium_in, opened
 from keepsight.media.naming import Inspected, Namer
 from keepsight.media.sources import Source
 from keepsight.media.tower import Tower
@@ -75,6 +75,7 @@ class Vision:
     def name(self, image: object, modality: str = "image") -> Medium:
         """The medium of any form of image, video or sound."""
         self._counts["named"] += 1
+        image = opened(image)
         if isinstance(image, Medium | Package) and image.modality != modality:
             raise ImageError(f"this is a package of {image.modality!r}, given as {modality!r}")
         if isinstance(image, Medium):
@@ -352,6 +353,7 @@ class Vision:
 
     def name_any(self, image: object) -> Medium:
         """The medium behind what `encode` takes: a picture, a medium, or a part of a message."""
+        image = opened(image)
         modality = image.modality if isinstance(image, Medium | Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)

@@ -5,6 +5,7 @@ An entry is the plain record of a medium seen before; a store keeps entries.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -74,6 +75,17 @@ class Medium:
 
     def __repr__(self) -> str:
         return f"<Medium {self.modality}, {self.tokens} tokens, key {self.key[:12]}…>"
+
+
+def opened(image: object) -> object:
+    """The package in a `.sight` file that is given by its path; anything else as it is."""
+    name = os.fsdecode(image) if isinstance(image, str | os.PathLike) else ""
+    if name.lower().endswith(".sight") and "://" not in name:
+        try:
+            return Package.load(os.path.expanduser(name))
+        except OSError as error:
+            raise ImageError(f"{name}: no package can be read there ({error.strerror})") from error
+    return image
 
 
 def entry_of(what: Pixels | Medium, **more: object) -> Record:

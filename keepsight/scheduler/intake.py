@@ -34,7 +34,7 @@ from keepsight.errors import Closed, ModelKeepsChanging
 from keepsight.formats.package import Package
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
-from keepsight.media.medium import PROCESSORS, Medium
+from keepsight.media.medium import PROCESSORS, Medium, opened
 from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Report
@@ -262,6 +262,7 @@ class PromptOrder:
         self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
 
     def _look_at(self, vision: Vision, medium: object, kind: str) -> Medium:
+        medium = opened(medium)
         if isinstance(medium, Medium | Package):
             return vision.name(medium, kind)
         looked = vision.namer.look(medium, kind)
