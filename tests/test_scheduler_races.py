@@ -214,3 +214,19 @@ def test_a_model_that_changes_in_each_pass_ends_with_its_name() -> None:
                 assert together.submit(other, max_new_tokens=2, **GREEDY).result().tokens
     finally:
         handle.remove()
+
+
+def test_listeners_pin_while_another_thread_pins(vlm: Any) -> None:
+    shown = [turn("What is it?", picture(1))]
+
+    def pin(_: Any) -> None:
+        vlm.pin(picture(1))
+        vlm.pin(shown, pinned=False)
+
+    with meanwhile(lambda: pin(None)), Together(vlm) as together:
+        for number in range(10):
+            ticket = together.submit(
+                [turn(f"And {number}?")], on_piece=pin, on_done=pin, max_new_tokens=3, **GREEDY
+            )
+            assert ticket.done.wait(30), "the scheduler waits for a thread that waits for it"
+            assert ticket.error is None

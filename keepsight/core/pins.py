@@ -5,13 +5,14 @@ be named by its key, which reports show, instead of its bytes.
 
 Memory changes under the model's lock. A store changes without it, because a disk may be slow.
 `Runtime.housekeeping` makes such calls wait for each other, so memory and store see them in one
-order.
+order. A thread that already has the model (a listener, or a hook of the model) does not wait: who
+is at it may wait for the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeGuard
 
 from keepsight.core.call import Call
@@ -36,7 +37,7 @@ Undo = contextlib.ExitStack
 def pin(runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call) -> None:
     """Pin (or unpin) an image's features, or a conversation's features and prefix. If there is no
     room the call is refused and pins nothing."""
-    with runtime.housekeeping, contextlib.ExitStack() as undo:
+    with _one_at_a_time(runtime), contextlib.ExitStack() as undo:
         with runtime.lock:
             names = _pin_in_memory(runtime, what, pinned, call, undo)
         _pin_in_store(runtime.store_of(call.tenant), names, pinned, undo)
@@ -102,6 +103,15 @@ def _unpin_in_store(store: Store, name: Name) -> None:
         store.pin(*name, False)
 
 
+@contextlib.contextmanager
+def _one_at_a_time(runtime: Runtime) -> Iterator[None]:
+    if runtime.lock.held:
+        yield
+    else:
+        with runtime.housekeeping:
+            yield
+
+
 def _locked(runtime: Runtime, work: Callable[..., object], *arguments: object) -> None:
     with runtime.lock:
         work(*arguments)
@@ -165,7 +175,7 @@ def _everywhere(
     A disk may be slow, so no lock that answers need is held meanwhile. `again` forgets what was
     read back from the store before it was removed there.
     """
-    with runtime.housekeeping:
+    with _one_at_a_time(runtime):
         with runtime.lock:
             freed = forget()
         try:
@@ -225,7 +235,7 @@ def are_known(runtime: Runtime, keys: list[str], tenant: str) -> dict[str, bool]
 def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> int:
     """Pin (or unpin) the features of images, all or none; return how many features are pinned."""
     packages = runtime.caches.packages
-    with runtime.housekeeping, contextlib.ExitStack() as undo:
+    with _one_at_a_time(runtime), contextlib.ExitStack() as undo:
         found = [made for key in keys for made in _features_of(runtime, key, tenant)]
         with runtime.lock:
             for made in found:
