@@ -11,7 +11,7 @@ import torch
 from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
-from keepsight.errors import InputError, UnsupportedInput
+from keepsight.errors import InputError, TowerRan, UnsupportedInput
 
 KINDS = ("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "gemma3")
 SHOWN = [turn("What is it?", picture(1)), turn("A pattern.", role="assistant")]
@@ -82,7 +82,8 @@ def test_held_while_it_lives_and_prepared_again_when_forgotten() -> None:
         assert prefix.ask("Where?", **HOW).usage.cached_tokens >= prefix.tokens - 1
         vlm.clear()
         first = prefix.ask("Where?", **HOW)
-        assert first.usage.cached_tokens >= prefix.tokens - 1, "prepared again before the query"
+        assert (first.usage.cached_tokens, first.usage.images_encoded) == (0, 1)
+        assert prefix.ask("Why?", **HOW).usage.cached_tokens >= prefix.tokens - 1
         other = vlm.prefix(SHOWN)
         other.close()
         vlm.runtime.tree.evict(1 << 40)
@@ -95,6 +96,29 @@ def test_held_while_it_lives_and_prepared_again_when_forgotten() -> None:
             vlm.runtime.tree.evict(1 << 40)
             assert vlm.runtime.tree.device.nbytes == 0
         vlm.runtime.check()
+
+
+def test_a_deleted_picture_is_gone_while_a_prefix_is_open() -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, vlm.prefix(SHOWN) as prefix:
+        wanted = prefix.ask("Where?", **HOW)
+        assert wanted.usage.images_encoded == 0
+        vlm.delete(picture(1))
+        told = vlm.stats()["prefix"]
+        assert told["held_bytes"] == 0 and told["bytes"] == told["lane_bytes"] == 0
+        vlm.runtime.check()
+        with vlm.blindfold(), pytest.raises(TowerRan):
+            prefix.ask("Where?", **HOW)
+        again = prefix.ask("Where?", **HOW)
+        assert again.tokens == wanted.tokens
+        assert (again.usage.images_encoded, again.usage.images_reused) == (1, 0)
+        vlm.delete(picture(1))
+        vlm.prepare(SHOWN)  # others may remember it again
+        prefix.ask("Where?", **HOW)
+        assert vlm.stats()["prefix"]["held_bytes"] > 0, "its own snapshots are held again"
+        found = prefix.generate(**stock_inputs(vlm.processor, QUERIES[0]), **DICT)
+        assert found.usage.images_encoded == 0 and found.usage.cached_tokens
+        vlm.runtime.check()
+    assert vlm.stats()["prefix"]["held_bytes"] == 0
 
 
 def test_saved_and_loaded_elsewhere(tmp_path: Path) -> None:

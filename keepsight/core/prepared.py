@@ -58,7 +58,8 @@ class Prefix:
         self._namespace = ""
         self._prompt = Prompt(np.empty(0, dtype=np.int64))
         self._closed = False
-        self.report = self._renewed()
+        self.report = Report()
+        self._renewed()
 
     @property
     def messages(self) -> list[Message]:
@@ -95,7 +96,7 @@ class Prefix:
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
         """Answer piece by piece, as `chat`."""
         call = self._call_of(options)
-        self._renewed()
+        self._require_open()
         more = [messages] if isinstance(messages, dict) else messages
         whole = [*self._history.messages, *more]
         return self._noted(answer(self._runtime, whole, call))
@@ -104,6 +105,7 @@ class Prefix:
         for piece in pieces:
             if piece.report is not None:
                 piece.report.notes += self._history.notes
+                self._renewed()  # hold what this answer had to compute again
             yield piece
 
     def _call_of(self, options: Options) -> Call:
@@ -129,7 +131,9 @@ class Prefix:
             raise InputError(f"this prefix belongs to tenant {self._call.tenant!r}")
         runtime = self._runtime
         with runtime.lock:
-            self._renewed()
+            self._require_open()
+            if runtime.refresh(self._call.exact, self._call.tenant) != self._namespace:
+                self._prompt = self._render()
             positions = options.get("position_ids")
             asked = request(runtime, inputs, options, self._call.tenant)
             behind = [not self._begins(prompt) for prompt in asked.prompts]
@@ -141,7 +145,9 @@ class Prefix:
                         "position_ids cannot be given for a query behind a prefix; leave them out"
                     )
                 self._put_behind(asked)
-        return run(runtime, asked)
+        found = run(runtime, asked)
+        self._renewed()
+        return found
 
     def _begins(self, prompt: Prompt) -> bool:
         """Whether a prompt is a conversation that starts with this prefix."""
@@ -166,26 +172,30 @@ class Prefix:
     def _render(self) -> Prompt:
         return self._runtime.render(self._history.messages, self._call, generate=False)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InputError("this prefix is closed; make a new one with vlm.prefix")
+        self._runtime.require_open()
+
     def _renewed(self) -> Report:
-        """Prefill what is not remembered: everything at first; later only what was cleared or made
+        """Prefill and hold what is not: everything at first; later only what was forgotten or made
         invalid by a changed model."""
         runtime, tenant = self._runtime, self._call.tenant
         with runtime.lock:
-            if self._closed:
-                raise InputError("this prefix is closed; make a new one with vlm.prefix")
-            runtime.require_open()
-            namespace = runtime.refresh(self._call.exact, tenant)
-            if namespace == self._namespace:
-                known = runtime.prefixes.known(namespace, self._prompt)
-                if known.until == len(self._prompt):
-                    return self.report
+            held = self._held is not None and not self._held.gone
+            if held and runtime.refresh(self._call.exact, tenant) == self._namespace:
+                return self.report
+            if self._closed or runtime.closed:  # meanwhile
+                return self.report
             turn = Turn(runtime, self._render, {}, self._call.exact, tenant=tenant)
             try:
                 turn.begin(sample=False)
                 turn.prefill()
-                runtime.prefixes.hold(turn.reached)
                 self._let_go()
-                self._held, self._prompt = turn.reached, turn.prompt
+                if not turn.reached.gone:
+                    runtime.tree.keep(turn.reached)
+                    self._held = turn.reached
+                self._prompt = turn.prompt
                 self._namespace = turn.namespace
                 self.report = turn.report()
             finally:
@@ -195,7 +205,7 @@ class Prefix:
     def _let_go(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            self._runtime.prefixes.release(held)
+            self._runtime.tree.let_go(held)
 
     def save(self, path: str | Path) -> Path:
         """Write messages, packages and snapshots to one `.keep` file. `vlm.prefix(path)` loads it;
@@ -207,6 +217,7 @@ class Prefix:
             raise UnsupportedInput(
                 f"a prefix with {other[0]} in it cannot be saved; only pictures can"
             )
+        self._require_open()
         self._renewed()
         return self._history.save(path)
 
@@ -225,7 +236,7 @@ class Prefix:
     def __del__(self) -> None:
         held = getattr(self, "_held", None)
         if held is not None:  # the garbage collector must not wait for the lock
-            self._runtime.lock.leave(partial(self._runtime.prefixes.release, held))
+            self._runtime.lock.leave(partial(self._runtime.tree.let_go, held))
 
 
 def behind(first: Prompt, second: Prompt) -> Prompt:

@@ -107,6 +107,7 @@ class Node:
     order: list[Node] = field(default_factory=list)  # the children sorted by `code`
     holds: int = 0
     pinned: bool = False
+    kept: int = 0  # those of `holds` that end when it is forgotten
     gone: bool = False  # forgotten: unreachable, and nothing may be remembered after it
     was_full: bool = False  # it once held a snapshot: absence now means eviction
     on_disk: bool = False  # a read from the store may work

@@ -135,6 +135,17 @@ class Residency:
         else:
             self.settle()
 
+    def keep(self, node: Node) -> None:
+        """Hold a node until `let_go`, or until it is forgotten."""
+        self.hold(node)
+        node.kept += 1
+
+    def let_go(self, node: Node) -> None:
+        """Undo one `keep`, unless the node was forgotten since."""
+        if node.kept:
+            node.kept -= 1
+            self.release(node)
+
     def _let(self, node: Node) -> None:
         self._touched.add(node.home.account)
         for n in reversed(node.chain()):
@@ -327,16 +338,18 @@ class Residency:
             return 0
         start = self.device.nbytes + self.host.nbytes
         node.parent.disown(node)
-        below, unpinned = list(node.below()), False
+        below, let = list(node.below()), False
         for n in below:
             n.gone = True
             self.tombstones.discard(n)
             self.paths.discard(n)
         for n in reversed(below):
+            for _ in range(n.kept + n.pinned):
+                self._let(n)
+                let = True
+            n.kept = 0
             if n.pinned:
                 set_pinned(n, False)
-                self._let(n)
-                unpinned = True
             if n.holds:
                 self.detached.add(n)
                 continue
@@ -344,7 +357,7 @@ class Residency:
                 self._drop(part)
         self.tombstones.note(node.parent)
         self.on_forget()
-        if unpinned and fit:  # what the pin protected besides them counts again
+        if let and fit:  # what was protected besides them counts again
             self.fit()
         return start - self.device.nbytes - self.host.nbytes
 
