@@ -339,7 +339,11 @@ class VLM(DisplayedModel, AsyncAnswers):
 
     def render(self, messages: list[Message], generate: bool = True, **template: object) -> Prompt:
         """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
-        return self.runtime.render(messages, Call(True, self.tenant, template, {}), generate)
+        self.runtime.require_open()
+        with self.runtime.lock:
+            self.runtime.refresh(tenant=self.tenant)
+            call = Call(True, self.tenant, template, {})
+            return self.runtime.render(messages, call, generate)
 
     def blindfold(self) -> AbstractContextManager[None]:
         """`with vlm.blindfold():` makes any run of the model's vision or audio tower an error, in

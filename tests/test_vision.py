@@ -14,6 +14,7 @@ import torch
 from models import picture, turn
 
 import keepsight as ks
+from keepsight.errors import Closed
 
 MEASURE = """
 import re, sys
@@ -116,3 +117,19 @@ def test_packages_survive_files_bit_for_bit(demo_parts: Any, tmp_path: Path, nam
         for key, tensor in package.tensors.items():
             assert torch.equal(tensor, loaded.tensors[key])
         assert ("deepstack.0" in loaded.tensors) == (name == "demo")
+
+
+def test_a_rendered_prompt_names_pictures_by_the_present_weights(demo_parts: Any) -> None:
+    model, processor = demo_parts["demo"]
+    shown = [turn("Look.", picture(1))]
+    with ks.wrap(model, processor, tenant="never seen before") as vlm:
+        assert vlm.render(shown).media[0].feature_id == vlm.encode(picture(1)).feature_id
+        weight = model.model.visual.patch_embed.proj.bias
+        before = weight.detach().clone()
+        try:
+            weight.data.add_(1)
+            assert vlm.render(shown).media[0].feature_id == vlm.encode(picture(1)).feature_id
+        finally:
+            weight.data.copy_(before)
+    with pytest.raises(Closed):
+        vlm.render(shown)

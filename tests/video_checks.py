@@ -12,6 +12,7 @@ import io
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -321,6 +322,28 @@ def check_watched_by_mistake() -> None:
             vlm.encode({"type": "video", "video": film[:1]})
 
 
+def check_a_film_that_nobody_watches() -> None:
+    ended, film = threading.Event(), frames(1, 2)
+
+    def camera() -> Any:
+        try:
+            while True:
+                yield film[0]
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    with ks.wrap(*parts("qwen3_vl")) as vlm:
+        watch = vlm.session().watch(camera(), budget=8)
+        assert watch.wait(frames=4, timeout=60) >= 4
+        started = [one for one in threading.enumerate() if one.name.startswith("keepsight-")]
+        del watch
+        assert ended.wait(60)
+        for thread in started:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 def check_saved() -> None:
     """What was saved where torchvision was missing loads whole where it is not."""
     path = loading.model_path("demo")
@@ -344,6 +367,7 @@ for kind in ("qwen2_5_vl", "qwen3_vl", "glm46v"):
     check_sampled(kind)
 check_watched("qwen2_5_vl")
 check_films_in_a_conversation()
+check_a_film_that_nobody_watches()
 check_watched_by_mistake()
 check_file()
 sys.stdout.write("videos are as stock sees them\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
 
 _LEAST = 8  # least number of frames in a budget
 _STEP = 2  # frames per time step, in all families with videos
+_LOOK = 1.0  # seconds between two looks whether anyone still watches
 
 
 class WatchedVideo:
-    """The frames seen of a source so far. Close it, or use it in a `with` statement."""
+    """The frames seen of a source so far. Close it, or use it in a `with` statement.
+
+    Its threads do not keep it: they end soon after it was dropped.
+    """
 
     def __init__(self, session: Session, source: Frames, fps: float, budget: int) -> None:
         if not is_rate(fps, 1_000):
@@ -46,13 +51,12 @@ class WatchedVideo:
         self._state = threading.Condition()
         self._over = self._closed = False
         self._prepared = 0
-        self._source = frames_of(source, fps)
-        self._threads = [
-            threading.Thread(target=work, name=f"keepsight-{work.__name__.strip('_')}", daemon=True)
-            for work in (self._read, self._prepare)
-        ]
-        for thread in self._threads:
-            thread.start()
+        this, frames = weakref.ref(self), frames_of(source, fps)
+        for name, work in (
+            ("read", lambda: _read(this, frames)),
+            ("prepare", lambda: _prepare(this)),
+        ):
+            threading.Thread(target=work, name=f"keepsight-{name}", daemon=True).start()
 
     # -- the video --------------------------------------------------------------------------------
 
@@ -74,41 +78,40 @@ class WatchedVideo:
             )
             return self.seen
 
-    def _read(self) -> None:
-        try:
-            for frame in self._source:
-                with self._state:
-                    if self._closed:
-                        return
-                    self._held.append(frame)
-                    self.seen += 1
-                    if len(self._held) > self.budget:
-                        gone = max(_STEP, self.budget // 4 // _STEP * _STEP)
-                        self._held, self._prepared = self._held[gone:], 0
-                    self._state.notify_all()
-        except KeepsightError as error:
-            self.error = error
-        except BaseException as error:  # the caller's source may raise anything, or end its thread
-            self.error = ImageError(f"the source of frames failed: {error!r}")
-        finally:
-            with self._state:
-                self._over = True
-                self._state.notify_all()
+    def _take(self, frame: np.ndarray) -> bool:
+        """Add one frame; return whether more are wanted."""
+        with self._state:
+            if self._closed:
+                return False
+            self._held.append(frame)
+            self.seen += 1
+            if len(self._held) > self.budget:
+                gone = max(_STEP, self.budget // 4 // _STEP * _STEP)
+                self._held, self._prepared = self._held[gone:], 0
+            self._state.notify_all()
+            return True
 
-    def _prepare(self) -> None:
-        """Prefill new frames whenever an eighth was added."""
-        while True:
-            with self._state:
-                self._state.wait_for(lambda: self._closed or self._over or self._is_much_new())
-                if self._closed or (self._over and not self._is_much_new()):
-                    return
-                count = self._prepared = len(self._held) // _STEP * _STEP
-                frames = self._held[:count]
-            try:
-                asked, place, _ = self._asked(frames, "")
-                self.session.prepare(asked[: place + 1])
-            except KeepsightError:
-                return  # the next question will report the error
+    def _end(self, error: KeepsightError | None) -> None:
+        """Note that no more frames will come, and why."""
+        with self._state:
+            self.error, self._over = error, True
+            self._state.notify_all()
+
+    def _prepare_new(self) -> bool:
+        """Prefill the new frames once an eighth was added, waiting a little for them; return
+        whether more may come."""
+        with self._state:
+            self._state.wait_for(lambda: self._over or self._is_much_new(), _LOOK)
+            if self._closed or not self._is_much_new():
+                return not self._over
+            count = self._prepared = len(self._held) // _STEP * _STEP
+            frames = self._held[:count]
+        try:
+            asked, place, _ = self._asked(frames, "")
+            self.session.prepare(asked[: place + 1])
+        except KeepsightError:
+            return False  # the next question will report the error
+        return True
 
     def _is_much_new(self) -> bool:
         new = len(self._held) - self._prepared
@@ -176,3 +179,30 @@ class WatchedVideo:
         state = "ended" if self.ended else "running"
         frames = f"{self.frames} of {self.seen} frames held, {self.fps:g} a second"
         return f"<WatchedVideo {state}; {frames}>"
+
+
+_This = weakref.ref[WatchedVideo]
+
+
+def _read(this: _This, frames: Iterator[np.ndarray]) -> None:
+    error: KeepsightError | None = None
+    try:
+        for frame in frames:
+            watched = this()
+            if watched is None or not watched._take(frame):
+                return
+            del watched
+    except KeepsightError as failed:
+        error = failed
+    except BaseException as failed:  # the caller's source may raise anything, or end its thread
+        error = ImageError(f"the source of frames failed: {failed!r}")
+    finally:
+        if (watched := this()) is not None:
+            watched._end(error)
+
+
+def _prepare(this: _This) -> None:
+    while (watched := this()) is not None:
+        if not watched._prepare_new():
+            return
+        del watched
