@@ -116,7 +116,7 @@ def reached(start: Any, but: list[Any]) -> int:
 def counted(vlm: Any) -> int:
     told = vlm.stats()
     features, prefix = told["features"], told["prefix"]
-    shelves = sum(features[name] for name in ("bytes", "pixel_bytes", "url_bytes", "name_bytes"))
+    shelves = sum(size for name, size in features.items() if name.endswith("bytes"))
     return int(shelves + prefix["bytes"] + prefix["host"]["bytes"] + prefix["lane_bytes"])
 
 

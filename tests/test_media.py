@@ -263,19 +263,6 @@ def test_pixels_that_were_changed_in_place_after_they_were_named(vlm: Any, form:
     assert vlm.encode(image).key != medium.key
 
 
-def test_a_conversation_notices_too(vlm: Any) -> None:
-    """The answer is about the picture that was named, or there is none."""
-    image = picture(1)
-    chat = vlm.session()
-    chat.ask("What is it?", images=[image], max_new_tokens=1)
-    image.paste((0, 0, 0), (0, 0, 96, 96))
-    chat.ask("And now?", max_new_tokens=1)  # remembered: nobody looks at the picture again
-    vlm.clear()
-    with pytest.raises(MediaChanged):
-        chat.ask("And now?", max_new_tokens=1)
-    assert vlm.ask(image, "What is it?", max_new_tokens=1).usage.images_encoded == 1
-
-
 # -- what is refused ---------------------------------------------------------------------------
 
 JPEG, PNG = encoded(picture(1), "JPEG"), encoded(picture(1))

@@ -7,12 +7,14 @@ downloads, and names. The caller's budget is for the first three; names have a s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
-from keepsight.media.sources import Download, download
+from keepsight.media.sources import Download, HeldMaterial, Source, download
 from keepsight.models.families import Pixels
 from keepsight.store import MemoryCache, SharedMemoryCache
+from keepsight.system.lock import Mutex
 
 _LONGEST = 4096  # longest URL that is remembered
 
@@ -42,6 +44,43 @@ class Downloads:
         self._kept.clear(self._tenant)
 
 
+class KeptBySessions:
+    """What sessions were given, for as long as a session has it in its history; thread-safe.
+
+    Over the budget the oldest is let go: then it is read from its place again.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self._lock = budget, Mutex()
+        self._held: WeakValueDictionary[tuple[str, str], HeldMaterial] = WeakValueDictionary()
+
+    def keep(self, tenant: str, source: Source) -> Source:
+        """The source for a history."""
+        if source.held is not None:
+            return source
+        with self._lock:
+            held = self._held.get((tenant, source.name))
+            if held is None or held.data is None:
+                held = HeldMaterial(source.material())
+                self._held.pop((tenant, source.name), None)
+                self._held[tenant, source.name] = held
+                alive = list(self._held.values())
+                over = sum(one.nbytes for one in alive) - self.budget
+                for one in alive:
+                    if over <= 0:
+                        break
+                    over -= one.nbytes
+                    one.data = None
+        return source if held.data is None else source.kept(held)
+
+    def bytes_of(self, tenant: str | None) -> int:
+        """Bytes of one tenant, or of all."""
+        with self._lock:
+            alive = list(self._held.items())
+        return sum(held.nbytes for (whose, _), held in alive if tenant in (None, whose))
+
+
+_KEPT = 1 << 30  # bytes of what sessions were given
 _ALIASES = 64 << 20  # bytes for names of media, of all tenants
 _NAMES = 16 << 20  # the same for contents of packages given to callers
 _TEXT = 256  # approximate bytes of a name with its key
@@ -56,6 +95,7 @@ class MediaCaches:
     packages: MemoryCache[Package]
     aliases: SharedMemoryCache[Record]
     downloads: SharedMemoryCache[Download]
+    kept: KeptBySessions
     given: SharedMemoryCache[str]  # contents of packages given to callers, by feature id
 
     @classmethod
@@ -70,6 +110,7 @@ class MediaCaches:
             MemoryCache(budget - waiting - fetched, lambda package: package.nbytes, part, ttl),
             SharedMemoryCache(_ALIASES, lambda entry: 4 * _TEXT + len(repr(entry))),
             SharedMemoryCache(fetched, lambda one: _TEXT + len(one.data), small, ttl),
+            KeptBySessions(_KEPT),
             SharedMemoryCache(_NAMES, lambda content: _TEXT),
         )
 
@@ -91,6 +132,7 @@ class MediaCaches:
             "pixel_bytes": nbytes(self.pixels),
             "url_bytes": nbytes(self.downloads),
             "name_bytes": nbytes(*names),
+            "session_bytes": self.kept.bytes_of(tenant),
         }
 
     def check(self) -> None:

@@ -34,16 +34,24 @@ def open_clip(clip: object, modality: str, fetch: Fetch = fetched) -> Source:
     where = os.fspath(clip) if isinstance(clip, str | os.PathLike) else ""
     where = "" if where.startswith("data:") else where
     if modality == "video" and isinstance(clip, FILES):
-        video = VideoFile(read_bytes(clip, fetch))
-        file, label = file_label(where), "a video file"
+        data = read_bytes(clip, fetch)
+        video = VideoFile(data)
         return Source(
-            video.name, video.decode, label, [], modality, file=file, video=video, where=where
+            video.name,
+            video.decode,
+            "a video file",
+            [],
+            modality,
+            file=file_label(where),
+            video=video,
+            where=where,
+            data=data,
         )
     decoded = _video(clip) if modality == "video" else _sound(clip, fetch)
-    data, about = decoded
-    name = digests.digest(modality, *([data] if modality == "audio" else list(data)), about)
-    label = f"a clip of {len(data)} {'samples' if modality == 'audio' else 'frames'}"
-    return Source(name, lambda: decoded, label, [], modality, where=where)
+    rows, about = decoded
+    name = digests.digest(modality, *([rows] if modality == "audio" else list(rows)), about)
+    label = f"a clip of {len(rows)} {'samples' if modality == 'audio' else 'frames'}"
+    return Source(name, lambda: decoded, label, [], modality, where=where, data=decoded)
 
 
 def _video(clip: object) -> Clip:

@@ -72,8 +72,8 @@ class Vision:
 
     # -- naming ----------------------------------------------------------------------------------
 
-    def name(self, image: object, modality: str = "image") -> Medium:
-        """The medium of any form of image, video or sound."""
+    def name(self, image: object, modality: str = "image", keep: bool = False) -> Medium:
+        """The medium of any form of image, video or sound; a session keeps what it was given."""
         self._counts["named"] += 1
         image = opened(image)
         if isinstance(image, Medium | Package) and image.modality != modality:
@@ -82,7 +82,11 @@ class Vision:
             return self.again(image)
         if isinstance(image, Package):
             return self._medium_of_package(image)
-        return self.admit_looked(self.namer.look(image, modality))
+        looked = self.namer.look(image, modality)
+        if keep:
+            source = self._caches.kept.keep(self._tenant, looked.source)
+            looked = dataclasses.replace(looked, source=source)
+        return self.admit_looked(looked)
 
     def admit_looked(self, looked: Inspected) -> Medium:
         """The medium of a look made by some thread; it is known from now on."""
@@ -107,7 +111,13 @@ class Vision:
     def again(self, medium: Medium) -> Medium:
         """A medium named earlier, under the present weights and provenance."""
         if isinstance(medium.recall, Package):
-            return self._medium_of_package(medium.recall, medium.feature_id)
+            try:
+                named = self._medium_of_package(medium.recall, medium.feature_id)
+            except WrongIdentity:  # another model
+                if medium.opened is None:
+                    raise
+                return self.admit_looked(self.namer.look(medium.opened, medium.modality))
+            return dataclasses.replace(named, opened=medium.opened)
         entry = entry_of(medium, source=medium.source)
         if medium.opened is None:
             return self._medium(entry, medium.recall)

@@ -53,13 +53,13 @@ _QUIET = threading.Lock()  # warning filters are shared by all threads
 
 def size_of(data: bytes, label: str) -> tuple[int, int]:
     """Width and height from the header alone; the caller decides how many pixels are too many."""
-    with _opened(data, label) as image:
+    with opened(data, label) as image:
         return image.size
 
 
 def decode(data: bytes, label: str) -> Image.Image:
     """An upright RGB picture, as Transformers' `load_image` gives it."""
-    with _opened(data, label) as image:
+    with opened(data, label) as image:
         check_size(image.size, label)
         try:
             image.load()
@@ -84,7 +84,7 @@ def check_size(size: tuple[int, int], label: str) -> None:
         )
 
 
-def _opened(data: bytes, label: str) -> Image.Image:
+def opened(data: bytes, label: str) -> Image.Image:
     """The picture with only its header read."""
     if not data:
         raise ImageError(f"{label} is empty")

@@ -18,11 +18,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import PIL
@@ -40,6 +40,7 @@ MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters decoded at once; each four are three bytes
 _BAND = 1 << 20  # pixels
 _LONGEST_LABEL = 120  # characters
+_AGAIN = "ask again, or edit its turn in a session"
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 
@@ -52,6 +53,7 @@ class Download:
     asking: Mapping[str, str]
 
 
+Material: TypeAlias = "bytes | Decoded | Clip"
 Fetch: TypeAlias = Callable[[str], bytes]  # gives what lies at an address now
 
 
@@ -109,6 +111,8 @@ class Source:
     options: tuple[tuple[str, object], ...] = ()  # options of the processor for this image alone
     file: str = ""  # its display name in lists of a store; never used for lookup
     where: str = ""  # the path or address that it was read from
+    data: Material | None = None  # what was given, if its owner did not only name a place
+    held: HeldMaterial | None = None  # what a session keeps of it
     video: VideoFile | None = None  # for files of which only some frames may be used
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
@@ -116,6 +120,47 @@ class Source:
         if isinstance(decoded, tuple):
             return digests.digest("source", self.name, settings)  # named by its decoded pixels
         return digests.digest("source", *_pixel_parts(decoded), settings)
+
+    def kept(self, held: HeldMaterial) -> Source:
+        """The same for a session: whatever becomes of the file or of the owner's pixels."""
+
+        def decode() -> Decoded | Clip:
+            data = held.data
+            if data is None:
+                return self.decode()  # from its place again, if that is unchanged
+            return decode_bytes(data, self.label) if isinstance(data, bytes) else data
+
+        self.fresh.clear()
+        return replace(self, decode=decode, fresh=[], held=held)
+
+    def material(self) -> Material | None:
+        """What a session keeps: the bytes of a file, or a copy of what its owner may change."""
+        data = next((one for one in self.fresh if isinstance(one, bytes)), self.data)
+        if isinstance(data, tuple):
+            return _own(data[0]), data[1]
+        return data.copy() if isinstance(data, Image.Image) else _own(data)
+
+
+@dataclass(eq=False)
+class HeldMaterial:
+    """What a session was given, or None where the budget took it back."""
+
+    data: Material | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in memory."""
+        data = self.data[0] if isinstance(self.data, tuple) else self.data
+        if isinstance(data, Image.Image):
+            width, height = data.size
+            return width * height * len(data.getbands()) * (4 if data.mode in ("I", "F") else 1)
+        return 0 if data is None else data.nbytes if isinstance(data, np.ndarray) else len(data)
+
+
+def _own(data: Any) -> Any:
+    """A copy of an array that its owner could change."""
+    fixed = not isinstance(data, np.ndarray) or (data.flags.owndata and not data.flags.writeable)
+    return data if fixed else data.copy()
 
 
 def file_label(where: str) -> str:
@@ -228,7 +273,7 @@ def _from_place(where: str, read: Callable[[], bytes]) -> Source:
     def decode() -> Decoded:
         data = fresh[0] if fresh else read()
         if not fresh and file_name(data) != name:
-            raise MediaChanged(f"{where} changed after it was named; ask again")
+            raise MediaChanged(f"{where} changed after it was named; {_AGAIN}")
         return decode_bytes(data, where)
 
     return Source(name, decode, where, fresh, file=file_label(where), where=where)
@@ -255,7 +300,7 @@ def file_name(data: bytes) -> str:
 
 def _from_bytes(data: bytes, label: str) -> Source:
     name = file_name(data)
-    return Source(name, lambda: decode_bytes(data, label), label, [])
+    return Source(name, lambda: decode_bytes(data, label), label, [], data=data)
 
 
 def decode_bytes(data: bytes, label: str) -> Image.Image:
@@ -302,10 +347,10 @@ def _in_memory(image: Decoded, name: str, label: str) -> Source:
 
     def decode() -> Decoded:
         if not fresh and digests.digest("pixels", *_pixel_parts(image)) != name:
-            raise MediaChanged(f"{label} was changed after it was named; ask again")
+            raise MediaChanged(f"{label} was changed after it was named; {_AGAIN}")
         return image
 
-    return Source(name, decode, label, fresh)
+    return Source(name, decode, label, fresh, data=image)
 
 
 def _pixel_parts(image: Decoded) -> tuple[digests.Part | list[int], ...]:

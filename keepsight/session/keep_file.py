@@ -6,19 +6,26 @@ it claims to belong to.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from PIL import Image
 
 from keepsight.core.runtime import Runtime
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Message, Record
+from keepsight.media import pictures
+from keepsight.media.clips import open_clip
 from keepsight.media.medium import MEDIA, Medium
+from keepsight.media.sources import Source, open_source
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Tree
@@ -115,9 +122,44 @@ def _flat_part(
         package = session.vision.encode(medium)
         # A caller's package whose key differs from its claim must not come back as one we made.
         handed_in = medium.feature_id != package.feature_id
-        media.append(package.record() | ({"handed_in": True} if handed_in else {}))
+        form = _put_given(medium, number, tensors)
+        facts = {"handed_in": True} if handed_in else {}
+        media.append(package.record() | facts | ({"given": form} if form else {}))
         tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
     return {"type": kind, "medium": numbers[medium.feature_id]}
+
+
+def _put_given(medium: Medium, number: int, tensors: dict[str, torch.Tensor]) -> str | None:
+    """Put in what the session was given for a medium, and return its form; not for loose frames and
+    samples."""
+    data = None if medium.opened is None or not medium.opened.held else medium.opened.held.data
+    form = "file"
+    if isinstance(data, Image.Image):
+        file, form = io.BytesIO(), "picture"
+        try:
+            data.save(file, "PNG", compress_level=1)
+        except (OSError, ValueError):  # of a mode that PNG has not
+            return None
+        data = file.getvalue()
+    if isinstance(data, np.ndarray):
+        form, tensor = "array", torch.tensor(data)
+    elif isinstance(data, bytes):
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        return None
+    tensors[f"given/{number}"] = tensor
+    return form
+
+
+def _open_given(entry: Record, tensor: torch.Tensor) -> Source | None:
+    """What the session was given for a medium."""
+    if entry["given"] == "array":
+        return open_source(tensor.numpy().copy())
+    data = tensor.numpy().tobytes()
+    if entry["given"] == "picture":
+        return open_source(pictures.opened(data, "a picture of the session"))
+    modality = entry.get("modality", "image")
+    return open_source(data) if modality == "image" else open_clip(data, modality)
 
 
 def _snapshots(session: Session, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Record]:
@@ -182,7 +224,13 @@ def _media_of(
             )
         if elsewhere:
             session.notes.append(f"features of medium {number} were made elsewhere: {elsewhere}")
-        media.append(session.vision.admit(package, bool(entry.get("handed_in"))))
+        medium = session.vision.admit(package, bool(entry.get("handed_in")))
+        with contextlib.suppress(KeepsightError):  # its features are enough where it cannot be read
+            opened = _open_given(entry, tensors[f"given/{number}"]) if "given" in entry else None
+            if opened is not None:
+                kept = session.runtime.caches.kept.keep(session.tenant, opened)
+                medium = replace(medium, opened=kept)
+        media.append(medium)
     return media
 
 

@@ -159,7 +159,7 @@ class Session:
             self.runtime.require_open()
             self.runtime.refresh(tenant=self.tenant)
             parts = [
-                dict(part, **{kind: self.vision.name(part[kind], kind)})
+                dict(part, **{kind: self.vision.name(part[kind], kind, keep=True)})
                 if (kind := part["type"]) in MEDIA
                 else part
                 for part in message["content"]

@@ -142,7 +142,9 @@ class WatchedVideo:
     def _asked(self, frames: list[np.ndarray], question: str) -> tuple[list[Message], int, object]:
         """The conversation with the current video and a question after it, the place of the
         message with the video, and the video as that message holds it."""
-        clip: Record = {"frames": np.stack(frames), "fps": self.fps, "sampled": True}
+        rows = np.stack(frames)
+        rows.setflags(write=False)  # nobody else has it, so the session need not copy it
+        clip: Record = {"frames": rows, "fps": self.fps, "sampled": True}
         video = self.session.named({"content": [{"type": "video", "video": clip}]})["content"][0]
         messages = self.session.messages
         place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
