@@ -221,7 +221,7 @@ class Shell:
         for label, image in open_pictures(name):
             with self.vlm.runtime.lock:
                 self.vlm.runtime.refresh()
-                medium = self.vlm.runtime.vision.name(image)
+                medium = self.vlm.runtime.vision.name(image, keep=True)
             self.waiting.append((label, medium))
             self._thumbnail(image)
             self._say(f"{label}: {medium.tokens} tokens, {then}")
