@@ -69,7 +69,14 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'keepsight' has no attribute {name!r}")
-    module = importlib.import_module(f"keepsight.{home}")
+    try:
+        module = importlib.import_module(f"keepsight.{home}")
+    except Exception as error:
+        from keepsight.errors import WrongTorchvision
+
+        if (known := WrongTorchvision.behind(error)) is None:
+            raise
+        raise known from None
     return module if name == home else getattr(module, name)
 
 

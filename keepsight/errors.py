@@ -30,7 +30,8 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     ├── Busy (RuntimeError)                as many requests are in flight as are allowed
     ├── Closed (RuntimeError)              used after `close()`
     │   └── Forked                         used in a process that was forked at the wrong moment
-    └── MissingExtra (ImportError)         an optional library is not installed
+    ├── MissingExtra (ImportError)         an optional library is not installed
+    └── WrongTorchvision (ImportError)     torchvision was built for another PyTorch
 """
 
 from __future__ import annotations
@@ -247,6 +248,24 @@ class MissingExtra(KeepsightError, ImportError):
         target = " ".join(f'"{one}"' for one in listed) or library
         of_extra = f" (keepsight's extra {extra!r})" if extra else ""
         return cls(f"{library} is not installed{of_extra}; run: pip install {target}")
+
+
+class WrongTorchvision(KeepsightError, ImportError):
+    """The installed torchvision was built for another PyTorch; Transformers fails to import it."""
+
+    @classmethod
+    def behind(cls, error: BaseException | None) -> WrongTorchvision | None:
+        """The error to raise in place of one that torchvision caused; None for any other."""
+        while error is not None:
+            if "torchvision::" in str(error):
+                return cls(
+                    f"the installed torchvision is for another build of PyTorch ({error}): remove "
+                    "it with `pip uninstall torchvision`, since only videos need it, or install "
+                    "both from one place, as in `pip install --force-reinstall torch torchvision "
+                    "--index-url https://download.pytorch.org/whl/cpu`"
+                )
+            error = error.__cause__ or error.__context__
+        return None
 
 
 def _listed(extra: str) -> list[str]:

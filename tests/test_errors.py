@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +84,23 @@ def test_a_missing_library_says_what_to_install() -> None:
     assert said.startswith("fastapi is not installed (keepsight's extra 'server'); run: pip inst")
     assert '"fastapi>=' in said and '"uvicorn>=' in said and "openvino" not in said
     assert str(errors.MissingExtra.named("av", "none such")).endswith("pip install av")
+
+
+def test_a_torchvision_of_another_build_is_one_sentence(tmp_path: Path) -> None:
+    """As PyPI's beside a CPU build of PyTorch, with which Transformers cannot be imported."""
+    named = tmp_path / "torchvision-0.28.0.dist-info"
+    for folder in (tmp_path / "torchvision", named):
+        folder.mkdir()
+    fails = 'raise RuntimeError("operator torchvision::nms does not exist")\n'
+    (tmp_path / "torchvision/__init__.py").write_text(fails)
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for words in (
+        ["-m", "keepsight", "ask", "-p", "Hello"],
+        ["-c", "import keepsight as ks; ks.load"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *words], env=environment, capture_output=True, text=True, cwd=tmp_path
+        )
+        lines = done.stderr.splitlines()
+        assert "pip uninstall torchvision" in lines[-1] and len(lines) <= 6, done.stderr

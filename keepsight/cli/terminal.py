@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from keepsight.errors import KeepsightError
+from keepsight.errors import KeepsightError, WrongTorchvision
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,8 +38,11 @@ class ErrorsByName(TyperGroup):
         """Run the command; an error that Keepsight raises on purpose needs no traceback."""
         try:
             return super().invoke(ctx)
-        except KeepsightError as error:
-            typer.echo(f"error: {plain(str(error))}", err=True)
+        except Exception as error:
+            known = error if isinstance(error, KeepsightError) else WrongTorchvision.behind(error)
+            if known is None:
+                raise
+            typer.echo(f"error: {plain(str(known))}", err=True)
             raise typer.Exit(2) from None
 
 
