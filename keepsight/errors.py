@@ -97,19 +97,25 @@ class UnknownOption(KeepsightError, TypeError):
     """An option is unknown."""
 
     @classmethod
-    def refuse(cls, given: Iterable[str], known: Iterable[str], where: str) -> None:
-        """Raise the error for the first of `given` that is not `known`, if there is one."""
+    def refuse(
+        cls, given: Iterable[str], known: Iterable[str], where: str, own: Iterable[str] = ()
+    ) -> None:
+        """Raise the error for the first of `given` that is not `known`, if there is one. `own` are
+        those to list, if not all."""
         given, known = set(given), set(known)
         if not given <= known:
-            raise cls.among(given, known, where)
+            raise cls.among(given, known, where, own)
 
     @classmethod
-    def among(cls, given: Iterable[str], known: Iterable[str], where: str) -> UnknownOption:
+    def among(
+        cls, given: Iterable[str], known: Iterable[str], where: str, own: Iterable[str] = ()
+    ) -> UnknownOption:
         """The error for the first of `given` that is not `known`, with the nearest known name."""
         known = sorted(known)
         name = sorted(set(given) - set(known))[0]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+        near = difflib.get_close_matches(name, [*known, *own], n=1)
+        listed = ", ".join(own or known)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {listed}"
         return cls(f"{where} has no option {name!r}; {hint}")
 
 

@@ -7,7 +7,7 @@ what Keepsight uses of objects that callers bring.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +36,31 @@ CacheLayer: TypeAlias = "CacheLayerMixin"
 # Where `from_pretrained` puts the parts of a model.
 DeviceMap: TypeAlias = "str | int | torch.device | dict[str, str | int | torch.device] | None"
 Dtype: TypeAlias = "str | torch.dtype | None"
+
+
+class Answering(TypedDict, total=False):
+    """The options of every call that answers, by their names in Transformers or the OpenAI API."""
+
+    max_new_tokens: int | None
+    do_sample: bool | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | list[str] | None
+    tenant: str | None
+    tools: list[Record] | None
+    template_kwargs: Options | None
+    exact: bool
+
+
+class Asking(Answering, total=False):
+    """The options of `ask`."""
+
+    images: Any
+    question: str | None
+    videos: Any
+    audio: Any
 
 
 class ImageProcessor(Protocol):

@@ -68,7 +68,7 @@ def load(
     **options: Any,
 ) -> VLM:
     """Load a checkpoint in PyTorch or MLX, or an export; `ks.load` chooses the runtime first."""
-    check_options(options)
+    check_options(options, "load")
     path = loading.model_path(os.fspath(name))
     how = (dtype, device_map, vision, revision)
     if mlx:
@@ -97,7 +97,7 @@ def wrap(
     `remote`, `tenant`, `tenant_quota`, `ttl`, `accept_features`, `feature_codec`, `chat_template`,
     `image_options`; docs/quickstart.md explains each.
     """
-    check_options(options)
+    check_options(options, "wrap")
     return VLM(model, processor, **options)
 
 
@@ -211,15 +211,18 @@ class VLM(DisplayedModel, AsyncAnswers):
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
         """Answer a conversation; return the text with its measurements."""
-        return Reply.of(self.stream(messages, **options))
+        return Reply.of(self._answer(messages, options, "chat"))
 
     def ask(self, *given: Pictures | None, **options: object) -> Reply:
         """`ask("cat.jpg", "What is it?")`, or `images=` and `question=`; the order is free."""
-        return self.chat([user_turn(given, options, True)], **options)
+        return Reply.of(self._answer([user_turn(given, options, True)], options, "ask"))
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
         """Yield pieces of the answer as they come; the last one carries usage and report."""
-        return answer(self.runtime, messages, Call.of(options, self.tenant))
+        return self._answer(messages, options, "stream")
+
+    def _answer(self, messages: list[Message], options: Options, where: str) -> Iterator[Piece]:
+        return answer(self.runtime, messages, Call.of(options, self.tenant, where))
 
     def prepare(self, messages: list[Message], **options: object) -> Report:
         """Encode and prefill now; the same call to `chat` later only decodes."""

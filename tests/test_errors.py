@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,3 +106,27 @@ def test_a_torchvision_of_another_build_is_one_sentence(tmp_path: Path) -> None:
         )
         lines = done.stderr.splitlines()
         assert "pip uninstall torchvision" in lines[-1] and len(lines) <= 6, done.stderr
+
+
+def test_an_unknown_option_lists_those_of_its_own_call() -> None:
+    asked: dict[str, Any] = {"zzzzz": 1}
+    with ks.load("demo") as vlm:
+        calls: dict[str, Any] = {
+            "ask": lambda **more: vlm.ask("a.png", "What?", **more),
+            "chat": lambda **more: vlm.chat([], **more),
+            "stream": lambda **more: list(vlm.stream([], **more)),
+            "generate": vlm.generate,
+            "load": partial(ks.load, "demo"),
+            "wrap": partial(ks.wrap, vlm.model),
+        }
+        own = {"ask": "images", "generate": "pixel_values", "load": "device", "wrap": "store"}
+        for name, call in calls.items():
+            with pytest.raises(errors.UnknownOption, match=f"^{name} has no option 'z") as said:
+                call(**asked)
+            assert own.get(name, "max_new_tokens") in str(said.value), name
+            assert "encoder_no_repeat" not in str(said.value)
+        with pytest.raises(errors.UnknownOption, match="'max_new_token'; did you mean"):
+            vlm.ask("a.png", "What?", max_new_token=1)
+        for call in (vlm.ask, vlm.session().ask):
+            with pytest.raises(errors.UnknownOption, match=r"vlm\.stream"):
+                call("What is it?", stream=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from keepsight.core.decoding.sampling import known_options
 from keepsight.core.settings import tenant_name
 from keepsight.errors import UnknownOption
-from keepsight.kinds import Options
+from keepsight.kinds import Answering, Asking, Options
 
 CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
 
@@ -25,10 +25,16 @@ class Call:
     decoding: Options
 
     @classmethod
-    def of(cls, options: Options, tenant: str) -> Call:
+    def of(cls, options: Options, tenant: str, where: str = "chat") -> Call:
         """The options of a call that answers. `tenant` applies if the options name none."""
+        if "stream" in options:
+            raise UnknownOption(
+                f"{where} has no option 'stream'; vlm.stream(messages), or the stream(...) of a "
+                "session, yields the pieces of an answer"
+            )
         known = [*known_options(), *CHAT_OPTIONS]
-        UnknownOption.refuse(options, known, "chat")
+        own = (Asking if where == "ask" else Answering).__annotations__
+        UnknownOption.refuse(options, known, where, own)
         options = dict(options)
         asked = options.pop("tenant", None)
         exact = options.pop("exact", True)
@@ -42,4 +48,4 @@ class Call:
     def before_decoding(cls, options: Options, tenant: str, where: str) -> Call:
         """The options of a call that decodes nothing; options of decoding are refused."""
         UnknownOption.refuse(options, CHAT_OPTIONS, where)
-        return cls.of(options, tenant)
+        return cls.of(options, tenant, where)

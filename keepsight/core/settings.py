@@ -141,9 +141,9 @@ _WRAP_OPTIONS = sorted(
 )
 
 
-def check_options(options: Options) -> None:
-    """Refuse an option that neither `load` nor `wrap` has."""
-    UnknownOption.refuse(options, _WRAP_OPTIONS, "load")
+def check_options(options: Options, where: str, more: Sequence[str] = ()) -> None:
+    """Refuse an option that neither `load` nor `wrap` has; `more` are named by the call itself."""
+    UnknownOption.refuse(options, [*more, *_WRAP_OPTIONS], where)
 
 
 def check_processor(processor: object, answers: bool) -> None:

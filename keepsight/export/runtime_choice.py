@@ -160,7 +160,7 @@ def load(
         raise InputError("device= and device_map= are two names of one option; give one of them")
     device_map = device if device_map is None else device_map
     check_together(runtime, weights)
-    check_options(options)
+    check_options(options, "load", tuple(load.__kwdefaults__ or ()))
     wanted = ExportSource(name, weights, device_map, dtype, revision, vision, options, tell)
     path = loading.model_path(name)
     if is_export(path):

@@ -148,7 +148,7 @@ class Session:
         whose = options.pop("tenant", None)
         if whose is not None and whose != self.tenant:
             raise InputError(f"this session belongs to tenant {self.tenant!r}, not to {whose!r}")
-        for piece in answer(self.runtime, asked, Call.of(options, self.tenant)):
+        for piece in answer(self.runtime, asked, Call.of(options, self.tenant, "ask")):
             if piece.report is not None:
                 piece.report.notes += [*self.notes, *_kept(asked)]
             yield piece

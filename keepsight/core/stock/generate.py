@@ -27,7 +27,7 @@ from keepsight.errors import (
     UnknownOption,
     UnsupportedInput,
 )
-from keepsight.kinds import Inputs, Options, Record
+from keepsight.kinds import Answering, Inputs, Options, Record
 from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family, Pixels
@@ -168,7 +168,8 @@ def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tu
                 "pixel_values"
             )
     known = [*known_options(), *_OWN, *names, "tenant"]
-    UnknownOption.refuse(options, known, "generate")
+    own = [name for name in Answering.__annotations__ if name in known]
+    UnknownOption.refuse(options, known, "generate", [*own, *_OWN, *names])
     return {name: value for name, value in tensors.items() if value is not None}, options
 
 
