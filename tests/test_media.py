@@ -263,6 +263,14 @@ def test_pixels_that_were_changed_in_place_after_they_were_named(vlm: Any, form:
     assert vlm.encode(image).key != medium.key
 
 
+def test_a_matrix_is_an_array(vlm: Any) -> None:
+    grey = np.asarray(picture(1).convert("L"))
+    assert vlm.encode(np.asmatrix(grey)).key == vlm.encode(grey).key
+    for odd in (torch.empty(64, 64, 3, device="meta"), torch.eye(64).to_sparse()):
+        with pytest.raises(ImageError, match="cannot be read"):
+            vlm.encode(odd.to(torch.uint8))
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 JPEG, PNG = encoded(picture(1), "JPEG"), encoded(picture(1))

@@ -6,7 +6,9 @@ import http.server
 import io
 import itertools
 import json
+import socket
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -237,7 +239,6 @@ def test_redirects_and_names_follow_the_same_rule(monkeypatch: pytest.MonkeyPatc
 
 def test_a_slow_site_does_not_hold_anybody() -> None:
     """A byte now and then keeps a socket's own timeout from ever running out."""
-    import socket
     import time
 
     def drip() -> None:
@@ -257,6 +258,43 @@ def test_a_slow_site_does_not_hold_anybody() -> None:
         with pytest.raises(ApiError, match="took longer"):
             Fetcher(1000, 0.5, allow_private=True).fetch(f"http://127.0.0.1:{port}/")
         assert time.monotonic() - begun < 20  # half a minute is what the site would take
+
+
+def test_a_resolver_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: over.wait(60) and [])
+    try:
+        with pytest.raises(ApiError, match="took longer"):
+            Fetcher(1000, 0.2).fetch("http://outside/x")
+    finally:
+        over.set()
+
+
+class _Plain(socket.socket):
+    def do_handshake(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("https://name/a", "name"),
+        ("https://name:8443/a", "name:8443"),
+        ("http://name:443/a", "name:443"),
+    ],
+)
+def test_the_usual_port_is_not_said(monkeypatch: pytest.MonkeyPatch, url: str, host: str) -> None:
+    one, theirs = socket.socketpair()
+    ours = _Plain(fileno=one.detach())
+    here = [(2, 1, 6, "", ("127.0.0.1", 443))]
+    no_tls = types.SimpleNamespace(wrap_socket=lambda sock, **_: sock)
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: here)
+    monkeypatch.setattr(fetch.socket, "create_connection", lambda *_: ours)
+    monkeypatch.setattr(fetch.ssl, "create_default_context", lambda: no_tls)
+    theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx")
+    assert Fetcher(1000, 5, allow_private=True).fetch(url) == b"x"
+    assert f"\r\nHost: {host}\r\n".encode() in theirs.recv(10_000)
+    theirs.close()
 
 
 # -- who may ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from PIL import Image
 from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip, Record
-from keepsight.media.sources import Fetch, Source, fetched, file_label, read_bytes
+from keepsight.media.sources import Fetch, Source, as_array, fetched, file_label, read_bytes
 from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, SAMPLED, VideoFile
 from keepsight.system.optional import optional
 
@@ -104,7 +104,7 @@ def _frames(clip: object) -> np.ndarray:
             raise ImageError("the frames of a video must all have one size")
         clip = np.stack([np.asarray(frame) for frame in clip])
     if isinstance(clip, torch.Tensor):
-        clip = clip.detach().cpu().numpy()
+        clip = as_array(clip)
     if not isinstance(clip, np.ndarray) or clip.ndim != 4 or not clip.size:
         raise ImageError(
             f"a {type(clip).__name__} is not a video; expected a file, a list of frames, or an "
@@ -131,7 +131,7 @@ def _sound(clip: object, fetch: Fetch) -> Clip:
     if isinstance(clip, FILES):
         clip, rate = _decode_sound(read_bytes(clip, fetch))
     if isinstance(clip, torch.Tensor):
-        clip = clip.detach().cpu().numpy()
+        clip = as_array(clip)
     array = np.asarray(clip) if isinstance(clip, list | tuple | np.ndarray) else None
     if array is None or array.ndim != 1 or not array.size or array.dtype.kind not in "fiu":
         raise ImageError(

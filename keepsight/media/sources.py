@@ -327,7 +327,7 @@ def _from_array(image: np.ndarray | torch.Tensor) -> Source:
             f"the array is {image.dtype}, expected uint8 values from 0 to 255; "
             "for floats from 0 to 1 pass (255 * x).round() as uint8"
         )
-    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image
+    array = as_array(image)
     if array.ndim == 2:
         array = array[..., None].repeat(3, -1)
     if array.ndim != 3 or not {array.shape[0], array.shape[-1]} & {1, 3, 4}:
@@ -339,6 +339,14 @@ def _from_array(image: np.ndarray | torch.Tensor) -> Source:
     height_width = array.shape[1:] if channels_first else array.shape[:2]
     check_size((height_width[1], height_width[0]), "the array")
     return _in_memory(array, digests.digest("pixels", *_pixel_parts(array)), "an array")
+
+
+def as_array(given: np.ndarray | torch.Tensor) -> np.ndarray:
+    """A plain array: subclasses (`np.matrix`) have their own ideas of shapes."""
+    try:
+        return np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given)
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # sparse, or without data
+        raise ImageError(f"the tensor cannot be read: {error}") from error
 
 
 def _in_memory(image: Decoded, name: str, label: str) -> Source:

@@ -62,7 +62,7 @@ class Fetcher:
         parts = _split(url)
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        address = self._resolve(host, port, url)
+        address = self._resolve(host, port, url, deadline)
         left = _left(deadline, self.seconds, url)
         connection = _Pinned(parts.scheme, host, port, address, left)
         # A socket's timeout restarts with each byte; this one does not.
@@ -104,12 +104,19 @@ class Fetcher:
                 raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
             parts.append(part)
 
-    def _resolve(self, host: str, port: int, url: str) -> str:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            raise _problem(f"{_shown(url)}: there is no such host") from None
-        addresses = [str(row[4][0]) for row in found]
+    def _resolve(self, host: str, port: int, url: str, deadline: float) -> str:
+        addresses: list[str] = []
+
+        def ask() -> None:  # a resolver takes no timeout
+            with contextlib.suppress(OSError, ValueError):
+                found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                addresses.extend(str(row[4][0]) for row in found)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_left(deadline, self.seconds, url))
+        if asking.is_alive():
+            raise _late(url, self.seconds)
         for address in addresses:
             if not self.allow_private and not is_public(address):
                 # Do not tell which address: the caller must learn nothing about the network here.
@@ -154,6 +161,7 @@ class _Pinned(http.client.HTTPConnection):
 
     def __init__(self, scheme: str, host: str, port: int, address: str, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
+        self.default_port = 443 if scheme == "https" else 80  # which a Host header leaves out
         self._address, self._scheme = address, scheme
 
     def connect(self) -> None:
@@ -189,8 +197,12 @@ def _split(url: str) -> urllib.parse.SplitResult:
 def _left(deadline: float, seconds: float, url: str) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise _problem(f"{_shown(url)} took longer than {seconds:.0f} s")
+        raise _late(url, seconds)
     return left
+
+
+def _late(url: str, seconds: float) -> ApiError:
+    return _problem(f"{_shown(url)} took longer than {seconds:.0f} s")
 
 
 def _shown(url: str) -> str:
