@@ -729,7 +729,7 @@ def test_what_waits_is_bounded_and_flush_says_so(store: RemoteStore) -> None:
     store._outbox._room = 4000
     for number in range(8):
         put(store, number)
-    assert store._counts["refused"] == 8 - 2
+    assert store.stats()["refused"] == 8 - 2
     gate.set()
     with pytest.raises(StoreError, match="6 not written.*too much waits"):
         store.flush()

@@ -630,7 +630,7 @@ def test_a_full_queue_refuses_and_blocks_nobody(
     for key in KEYS:
         store.put("package", key, tensors(0, 5000), {})
     assert [store.has("package", key) for key in KEYS] == [True] * 4 + [False] * 4
-    told = store._writer.tally.counts[""]
+    told = store._writer.tally.counts.of("")
     assert told["refused"] == 4 and store._writer.pending.nbytes <= 100_000
     monkeypatch.undo()
     with store._writer._wake:

@@ -673,6 +673,20 @@ def test_pins_that_leave_no_room_are_named(
     assert store.get("package", KEYS[5]) and store.stats()["state"] == "ok"
 
 
+@pytest.mark.parametrize("limit", ["budget", "quota"])
+def test_what_alone_is_too_large_is_named_and_pushes_nothing_out(
+    tmp_path: Path, opened: Any, limit: str
+) -> None:
+    record = {"said": "x" * 4000}  # counted only once it is written
+    store = opened(tmp_path, **{limit: 4000})
+    store.put("package", KEYS[0], {"a": torch.zeros(9)}, {})
+    store.put("package", KEYS[1], {"a": torch.zeros(9)}, record)
+    with pytest.raises(NotStored, match=f"more than the {limit} of") as refused:
+        store.flush()
+    assert set(refused.value.reasons) == {("package", KEYS[1])}
+    assert store.stats()["state"] == "ok" and store.has("package", KEYS[0])
+
+
 # -- a disk that vanishes ----------------------------------------------------------------------
 
 

@@ -86,6 +86,13 @@ def named(error: BaseException) -> str:
     return DAMAGED
 
 
+def reason(error: BaseException) -> str:
+    """The text of an error without the file that met it, which may be another tenant's."""
+    if isinstance(error, OSError) and error.strerror and error.errno is not None:
+        return f"[Errno {error.errno}] {error.strerror}"
+    return str(error)
+
+
 def _of_sqlite(error: sqlite3.Error) -> str:
     code = getattr(error, "sqlite_errorcode", None)
     if code == sqlite3.SQLITE_READONLY_DBMOVED:
@@ -133,7 +140,7 @@ class Health:
                 return
             again = now - self._failed_at < 2 * LONGEST_PAUSE
             self._pause = min(2 * self._pause, LONGEST_PAUSE) if again else FIRST_PAUSE
-            self.state, self.why = state, str(error)
+            self.state, self.why = state, reason(error)
             self._failed_at, self._retry_at = now, now + self._pause
             is_news = now >= self._warned.get(state, float("-inf")) + _QUIET
             self._warned[state] = now

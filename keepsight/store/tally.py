@@ -39,12 +39,34 @@ class PendingCounts:
     refused: set[EntryName]
 
 
+class TenantCounts:
+    """Counts of events since a store was opened: of all, and of each of the most recent tenants."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: Counter[str] = Counter()
+        self._of: OrderedDict[str, Counter[str]] = OrderedDict()
+
+    def count(self, tenant: str, what: str, more: int = 1) -> None:
+        """Count events."""
+        with self._lock:
+            self._all[what] += more
+            self._of.setdefault(tenant, Counter())[what] += more
+            self._of.move_to_end(tenant)
+            trim(self._of)
+
+    def of(self, tenant: str | None) -> dict[str, int]:
+        """The counts of one tenant, or of all."""
+        with self._lock:
+            found = self._all if tenant is None else self._of.get(tenant, Counter())
+            return {name: found[name] for name in COUNTED}
+
+
 class StoreCounters:
     """Counts of one store."""
 
     def __init__(self) -> None:
-        # By tenant, since the store was opened; for the most recent tenants.
-        self.counts: OrderedDict[str, Counter[str]] = OrderedDict()
+        self.counts = TenantCounts()
         # unusable when read; still in the catalogue
         self.ended: set[EntryName] = set()
         self.known: dict[str, StoredCounts] = {}
@@ -59,11 +81,9 @@ class StoreCounters:
 
     def count(self, tenant: str, what: str) -> None:
         """Count an event."""
+        self.counts.count(tenant, what)
         with self._lock:
-            self.counts.setdefault(tenant, Counter())[what] += 1
-            self.counts.move_to_end(tenant)
             self._events[f"{what} {tenant}"] += 1
-            trim(self.counts)
             trim(self._events, _GATHERED)
 
     def know(self, tenant: str, counted: StoredCounts) -> None:

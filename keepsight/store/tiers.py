@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from keepsight.errors import InputError, NotStored, StoreError
 from keepsight.kinds import Record
-from keepsight.store import ranking
+from keepsight.store import layout, ranking
 from keepsight.store.contract import (
     NOTHING,
     About,
@@ -33,6 +33,7 @@ from keepsight.store.contract import (
     read_all,
 )
 from keepsight.store.health import OK
+from keepsight.store.tally import TenantCounts
 from keepsight.system import forks
 from keepsight.system.exits import STORES, begin, finish_before_exit, when_dropped
 from keepsight.system.lock import Mutex
@@ -158,21 +159,21 @@ class TieredStore:
             raise InputError("a tiered store needs stores, the nearest first; none was given")
         self.tiers = stores
         self._carrier = _Carrier()
-        self._counts = {"hits": 0, "misses": 0}
+        self._counts, self._tenant = TenantCounts(), ""
         self._is_view = False
         when_dropped(self, self._carrier.retire)
 
     def tenant(self, name: str | None) -> TieredStore:
         """The same stores as another tenant sees them."""
-        return self._view(store.tenant(name) for store in self.tiers)
+        return self._view((s.tenant(name) for s in self.tiers), layout.tenant_digest(name))
 
     def of_digest(self, digest: str) -> TieredStore:
         """Like `tenant`, by a digest from `tenants`."""
-        return self._view(store.of_digest(digest) for store in self.tiers)
+        return self._view((s.of_digest(digest) for s in self.tiers), digest)
 
-    def _view(self, tiers: Iterable[Store]) -> TieredStore:
+    def _view(self, tiers: Iterable[Store], tenant: str) -> TieredStore:
         view = copy.copy(self)
-        view.tiers, view._is_view = tuple(tiers), True
+        view.tiers, view._tenant, view._is_view = tuple(tiers), tenant, True
         return view
 
     def tenants(self) -> list[str]:
@@ -193,7 +194,7 @@ class TieredStore:
         """Those entries that any store has."""
         keys = list(keys)
         near = read_all(self.tiers[0], kind, keys)
-        self._counts["hits"] += len(near)
+        self._counts.count(self._tenant, "hits", len(near))
         far = {key: self.get(kind, key) for key in keys if key not in near}
         return near | {key: found for key, found in far.items() if found is not None}
 
@@ -217,9 +218,9 @@ class TieredStore:
                 nearer = self.tiers[:place]
                 content: Any = found
                 self._carrier.take(_Promotion(kind, key, content, store, nearer, epoch))
-            self._counts["hits"] += 1
+            self._counts.count(self._tenant, "hits")
             return found
-        self._counts["misses"] += 1
+        self._counts.count(self._tenant, "misses")
         return None
 
     def entry(self, kind: str, key: str) -> Entry | None:
@@ -322,7 +323,7 @@ class TieredStore:
             "entries": sum(counted["entries"] for counted in kinds.values()),
             "bytes": sum(counted["bytes"] for counted in kinds.values()),
             "kinds": kinds,
-            **self._counts,
+            **self._counts.of(self._tenant if self._is_view else None),
             **most_of,
             "evictions": sum(stats.get("evictions", 0) for stats in tiers),
             "budget": tiers[0].get("budget"),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.formats import tensorfile
 from keepsight.kinds import Options, Record
+from keepsight.store.health import reason
 from keepsight.system.exits import begin
 from keepsight.system.lock import Mutex
 
@@ -275,7 +276,7 @@ class Breaker:
         """Report a failure; the first one in a row is logged."""
         with self._lock:
             self._failures += 1
-            first, self.why = self._failures == 1, f"{type(error).__name__}: {error}"
+            first, self.why = self._failures == 1, f"{type(error).__name__}: {reason(error)}"
             self.since = self.since or time.time()
             pause = min(self.LONGEST, 2.0 ** min(self._failures - 1, 10))
             self._until = self._clock() + pause

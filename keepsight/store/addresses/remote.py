@@ -30,8 +30,8 @@ from keepsight.store.addresses.write_queue import ROOM, Outbox, RemoteWrite
 from keepsight.store.contract import NOTHING, About, Below, Entry, Name, Tensors
 from keepsight.store.health import OK, UNREACHABLE
 from keepsight.store.losses import larger_than
+from keepsight.store.tally import TenantCounts
 from keepsight.system.exits import begin, when_dropped
-from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,8 @@ class RemoteStore:
         self._seen = RecentNames()
         self._writing = Breaker(f"the store {self.address} cannot be written")
         self._tenant, self._is_view = "", False
-        self._counts = dict.fromkeys(("hits", "misses", "evictions", "written", "refused"), 0)
+        self._counts = TenantCounts()
         self._allowance = Allowance(self._link, self._seen, budget, quota)
-        self._lock = Mutex()
         self._marked: list[bool] = []
         self._swept: dict[str, float] = {}  # tenants with expired entries; time of the last sweep
         inner: Any = copy.copy(self)  # shared with threads, so that this object can be dropped
@@ -151,7 +150,7 @@ class RemoteStore:
         return None if job is None or layout.expired(job.metadata) else job
 
     def _counted(self, found: T | None) -> T | None:
-        self._count("misses" if found is None else "hits")
+        self._counts.count(self._tenant, "misses" if found is None else "hits")
         return found
 
     # -- writing ---------------------------------------------------------------------------------
@@ -188,14 +187,14 @@ class RemoteStore:
         base, too_large = about.depends_on, larger_than(nbytes, self.budget, self.quota)
         if too_large is not None:
             self._outbox.losses.add(self._tenant, (kind, key), too_large)
-            self._count("refused")
+            self._counts.count(self._tenant, "refused")
             return
         meta = layout.metadata_of(about)
         on = None if base is None or base[1] == key else self._name(*base)
         job = RemoteWrite(name, kind, key, tensors, record, about, on, meta, nbytes, self._tenant)
         job.leave_device()
         if not self._outbox.offer(job):
-            self._count("refused")
+            self._counts.count(self._tenant, "refused")
 
     def _write(self, job: RemoteWrite) -> None:
         """Write in the background. An entry that cannot be serialised is its own fault."""
@@ -214,7 +213,7 @@ class RemoteStore:
 
     def _refuse(self, job: RemoteWrite) -> None:
         """Refuse an entry without its base, and remove its dependents that were written earlier."""
-        self._count("refused")
+        self._counts.count(job.tenant, "refused")
         for kind in layout.KINDS:
             name = layout.place(kind, job.key, job.tenant)
             found = self._seen.find(name)[1]
@@ -236,13 +235,14 @@ class RemoteStore:
             return
         self._seen.there(job.name, EntryHeader(job.metadata, job.about.cost))
         nbytes = sum(len(part) for part in parts)
-        self._count("written")
+        self._counts.count(job.tenant, "written")
         self._outbox.losses.found(job.tenant, (job.kind, job.key))
         self._counting.grew(job.tenant, job.kind, nbytes)
         removed = self._allowance.grown(job.tenant, nbytes)
         if removed:
-            self._counting.doubt()
-            self._count("evictions", removed)
+            for tenant, count in removed.items():
+                self._counting.doubt(tenant)
+                self._counts.count(tenant, "evictions", count)
 
     def _is_there(self, name: str, ask: bool = False) -> bool:
         """Whether it exists and need not be written. `ask`: others may have removed it."""
@@ -297,15 +297,16 @@ class RemoteStore:
         opened. Counting lists the address; no call waits longer than `wait` for it."""
         kinds, at, _ = self._counting.of(self._tenant, wait)
         why = self._reader.broken or self._writing.why
+        whose = self._tenant if self._is_view else None
         return {
             "root": self.address,
             "tier": "remote",
             "entries": sum(entries for entries, _ in kinds.values()),
             "bytes": sum(nbytes for _, nbytes in kinds.values()),
             "kinds": {kind: {"entries": n, "bytes": size} for kind, (n, size) in kinds.items()},
-            **self._counts,
+            **self._counts.of(whose),
             "counted": at,
-            **self._outbox.stats(self._tenant if self._is_view else None),
+            **self._outbox.stats(whose),
             "budget": self.budget,
             "quota": self.quota,
             "state": OK if why is None else UNREACHABLE,
@@ -379,7 +380,7 @@ class RemoteStore:
             self._outbox.withdraw(lambda job: job.name in gone)
             freed = self._upkeep().remove(table, layers)
         self._counting.doubt(self._tenant)
-        self._count("evictions", sum(map(len, layers)) if counted else 0)
+        self._counts.count(self._tenant, "evictions", sum(map(len, layers)) if counted else 0)
         return freed
 
     def _sweep_soon(self, name: str) -> None:
@@ -393,7 +394,3 @@ class RemoteStore:
 
     def _upkeep(self) -> Housekeeping:
         return Housekeeping(self._link, self._seen, self._tenant)
-
-    def _count(self, what: str, more: int = 1) -> None:
-        with self._lock:
-            self._counts[what] += more

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -150,9 +151,9 @@ class Housekeeping(Survey):
         return (kind, key), None
 
 
-def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None) -> int:
+def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None) -> Counter[str]:
     """Evict the least useful entries until the rest fits, of one tenant or (None) of all; return
-    how many."""
+    how many of each tenant."""
     table = whole_table(link, seen) if tenant is None else Housekeeping(link, seen, tenant).table()
     names = ranking.least_useful(table, budget, time.time())
     keepers = {entry.tenant: Housekeeping(link, seen, entry.tenant) for entry in table.values()}
@@ -163,7 +164,10 @@ def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None)
         entry = replace(entry, depends_on=base)  # without its tenant in the kind
         return keepers[entry.tenant].remove_one((entry.kind, entry.key), entry)
 
-    removed = sum(sum(link.each(remove, layer)) for layer in ranking.together(table, names))
+    removed: Counter[str] = Counter()
+    for layer in ranking.together(table, names):
+        gone = link.each(remove, layer)
+        removed.update(table[n].tenant for n, was in zip(layer, gone, strict=True) if was)
     for keeper in keepers.values():
         keeper.sweep(_HOUR)
     return removed
@@ -180,9 +184,9 @@ class Allowance:
         self._grown: dict[str | None, int] = {}
         self._lock = Mutex()
 
-    def grown(self, tenant: str, nbytes: int) -> int:
-        """Add written bytes; return how many entries were evicted for them."""
-        removed = 0
+    def grown(self, tenant: str, nbytes: int) -> Counter[str]:
+        """Add written bytes; return how many entries of each tenant were evicted for them."""
+        removed: Counter[str] = Counter()
         for limit, whose in ((self._budget, None), (self._quota, tenant)):
             if limit is None:
                 continue

@@ -158,7 +158,7 @@ class CatalogueUpdater:
         for limit, what, scope, own in limits:
             if limit is not None and own:
                 pins = self.guard.act(lambda catalogue, s=scope: catalogue.held(s))  # type: ignore[misc]
-                why = f"pins take {pins:,} bytes of the {what}, {limit:,}; unpin something"
+                why = f"pins take too much of the {what}, {limit:,}; unpin something"
                 found.update({place: why for place in own if sizes[place] > limit - pins})
         return found
 

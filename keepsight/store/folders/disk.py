@@ -30,7 +30,7 @@ from keepsight.store.folders.writer import Writer
 from keepsight.store.health import OK, Health
 from keepsight.store.layout import EntryName
 from keepsight.store.pending import PendingWrite
-from keepsight.store.tally import COUNTED, StoredCounts
+from keepsight.store.tally import StoredCounts
 from keepsight.store.timeout import DiskCalls, TimedCall
 from keepsight.system.devices import COMPLETE, to_host
 from keepsight.system.exits import when_dropped
@@ -290,8 +290,10 @@ class DiskStore:
         what the disk currently refuses, and `since` when that began.
         """
         known = self._writer.counted(self._tenant, wait) or StoredCounts({}, {}, None, False)
-        counts = dict(self._writer.tally.counts.get(self._tenant, ()))
-        healths = (self._disk, self._reads, self._writer.pins)
+        whose = None if self is self._whole else self._tenant
+        healths = [self._disk, self._reads]
+        if whose is None or whose in self._writer.crowded:
+            healths.append(self._writer.pins)
         disk = next((health for health in healths if health.state != OK), self._disk)
         return {
             "root": str(self.root),
@@ -299,11 +301,11 @@ class DiskStore:
             "entries": sum(counted["entries"] for counted in known.kinds.values()),
             "bytes": sum(counted["bytes"] for counted in known.kinds.values()),
             "kinds": known.kinds,
-            **{name: counts.get(name, 0) for name in COUNTED},
+            **self._writer.tally.counts.of(whose),
             "ever": known.ever,
             "counted": known.at,
             "complete": known.is_complete,
-            **self._writer.pending.stats(None if self is self._whole else self._tenant),
+            **self._writer.pending.stats(whose),
             "budget": self._writer.budget,
             "quota": self._writer.quota,
             "state": disk.state,

@@ -54,6 +54,7 @@ class Writer:
         self.tally, self.pending = StoreCounters(), Pending(waiting)
         self.reach = DiskCalls(Health(f"the store {folder.root} cannot be read"))
         self.pins = Health(f"the store {folder.root} takes nothing more")
+        self.crowded: set[str] = set()  # tenants that pins left no room
         self._keeper = CatalogueUpdater(folder, guard, budget, quota)
         self._ground = FolderState(folder, guard)
         self.start_anew()
@@ -288,8 +289,8 @@ class Writer:
         for place, why in crowded.items():
             self._lose(place, why)
         if crowded:
-            why = next(iter(crowded.values()))
-            self.pins.failed(StoreError(why), PINNED)
+            self.crowded = {place.tenant for place in crowded}
+            self.pins.failed(StoreError(next(iter(crowded.values()))), PINNED)
         elif sizes:
             self.pins.worked()
 
@@ -383,7 +384,13 @@ class Writer:
         try:
             job.ready.wait()
             parts = entryfile.spelled(place.kind, place.key, job.tensors, job.record, job.metadata)
-            return self.folder.begin(name_of(place), parts, layout.expiry(job.metadata))
+            part = self.folder.begin(name_of(place), parts, layout.expiry(job.metadata))
+            too_large = larger_than(part.size, self.budget, self.quota)
+            if too_large is None:
+                return part
+            part.drop()
+            self.pending.forget(job)
+            self._lose(place, too_large)
         except OSError as error:
             self._ground.failed(error, job.nbytes)
         except Exception as error:
