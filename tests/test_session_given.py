@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import build, picture
+from models import build, picture, turn
 from PIL import Image
 
 import keepsight as ks
@@ -56,6 +56,17 @@ def test_a_session_keeps_what_it_was_given(demo: Any, tmp_path: Path, form: str)
             other.clear()
     resumed.save(tmp_path / "again.keep")
     assert (tmp_path / "again.keep").stat().st_size == (tmp_path / "talk.keep").stat().st_size
+
+
+def test_a_prefix_keeps_what_it_was_given_and_says_so(demo: Any, tmp_path: Path) -> None:
+    path = save(picture(1), tmp_path / "a.png")
+    with demo.prefix([turn("Look!", path)]) as prefix:
+        first = prefix.ask("What is it?", max_new_tokens=4)
+        path.unlink()
+        demo.clear()
+        again = prefix.ask("What is it?", max_new_tokens=4)
+    assert again.tokens == first.tokens and again.usage.images_encoded == 1
+    assert again.report.notes == [f"kept as first seen, and not read again: {path}"]
 
 
 def save(image: Image.Image, path: Path) -> Path:

@@ -19,7 +19,7 @@ import torch
 
 from keepsight.core.answer import answer
 from keepsight.core.call import Call
-from keepsight.core.rendering.messages import parse_messages
+from keepsight.core.rendering.messages import kept_notes, parse_messages
 from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
 from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
@@ -104,7 +104,7 @@ class Prefix:
     def _noted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         for piece in pieces:
             if piece.report is not None:
-                piece.report.notes += self._history.notes
+                piece.report.notes += [*self._history.notes, *kept_notes(self._history.messages)]
                 self._renewed()  # hold what this answer had to compute again
             yield piece
 
@@ -259,7 +259,7 @@ def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Messa
         runtime.require_open()
         runtime.refresh(tenant=tenant)
         vision = runtime.vision_of(tenant)
-        media = iter([(kind, vision.name(thing, kind)) for kind, thing in given])
+        media = iter([(kind, vision.name(thing, kind, keep=True)) for kind, thing in given])
     for message in clean:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             if part["type"] != "text":

@@ -15,19 +15,18 @@ from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import described, history, history_as_html
 from keepsight.core.in_thread import gathered, in_thread
+from keepsight.core.rendering.messages import kept_notes
 from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
 from keepsight.errors import InputError
 from keepsight.kinds import Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.live import Frames
-from keepsight.media.medium import MEDIA, Medium, Pictures
+from keepsight.media.medium import MEDIA, Pictures
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
 from keepsight.session.watching import WatchedVideo
-
-_NAMED = 3  # places in one note
 
 
 class Session:
@@ -150,7 +149,7 @@ class Session:
             raise InputError(f"this session belongs to tenant {self.tenant!r}, not to {whose!r}")
         for piece in answer(self.runtime, asked, Call.of(options, self.tenant, "ask")):
             if piece.report is not None:
-                piece.report.notes += [*self.notes, *_kept(asked)]
+                piece.report.notes += [*self.notes, *kept_notes(self.messages)]
             yield piece
 
     def named(self, message: Message) -> Message:
@@ -208,17 +207,6 @@ class Session:
         session = cls(runtime, tenant=tenant)
         keep_file.load(session, path, accept_features)
         return session
-
-
-def _kept(asked: list[Message]) -> list[str]:
-    """A report's note on pictures of earlier turns, which lie elsewhere and are not read again."""
-    content = [one["content"] for one in asked[:-1] if isinstance(one["content"], list)]
-    media = [part.get(part.get("type")) for parts in content for part in parts]
-    places = [one.opened.where for one in media if isinstance(one, Medium) and one.opened]
-    known = [place.partition("?")[0] for place in dict.fromkeys(places) if place]
-    more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
-    shown = ", ".join(known[:_NAMED])
-    return [f"kept as first seen, and not read again: {shown}{more}"] if known else []
 
 
 def _text(text: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from keepsight.errors import ImageError, MessagesError
 from keepsight.kinds import Message, Record
+from keepsight.media.medium import Medium
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Part types and the fields that hold their data. The family decides which modalities a model takes.
@@ -20,6 +21,7 @@ _MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "audio": (("audio", "audio_url", "input_audio"), ("audio", "audio_url", "input_audio")),
     "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
 }
+_NAMED = 3  # places in one note
 _ANY = ("url", "path")  # fields that do not tell their modality; without a type, an image
 
 
@@ -101,3 +103,15 @@ def _from_base64(data: str, i: int) -> bytes:
         return base64.b64decode(data, validate=True)
     except (ValueError, binascii.Error) as error:
         raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
+
+
+def kept_notes(history: list[Message]) -> list[str]:
+    """A report's note on pictures of earlier turns, which lie elsewhere and are not read again."""
+    content = [one["content"] for one in history if isinstance(one.get("content"), list)]
+    parts = [part for its in content for part in its if isinstance(part, dict)]
+    media = [part.get(part.get("type")) for part in parts]
+    places = [one.opened.where for one in media if isinstance(one, Medium) and one.opened]
+    known = [place.partition("?")[0] for place in dict.fromkeys(places) if place]
+    more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+    shown = ", ".join(known[:_NAMED])
+    return [f"kept as first seen, and not read again: {shown}{more}"] if known else []
