@@ -35,6 +35,7 @@ from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Node, Received
 from keepsight.prefix.prompt import Prompt
 from keepsight.system.devices import StreamOrder
+from keepsight.system.interrupts import LATER
 
 MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
 
@@ -228,6 +229,7 @@ class Engine:
         self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
     ) -> torch.Tensor | None:
         """Run one pass over a stretch of a prompt; return the logits at the prompt's end."""
+        LATER.check()
         device = self._model.device
         inputs: Inputs = {
             "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
@@ -296,6 +298,7 @@ class Engine:
     @quietly
     def forward(self, run: Run, tokens: list[int]) -> torch.Tensor:
         """Run decoded tokens through the model in one pass; return the logits after each."""
+        LATER.check()
         start, end = run.lane.length, run.lane.length + len(tokens)
         extra = self._family.step_inputs(1, end)
         extra = {name: tensor.to(self._model.device) for name, tensor in extra.items()}

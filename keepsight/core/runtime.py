@@ -158,10 +158,9 @@ class Runtime:
         if self.lock.unusable:  # a forked child has nothing usable to close
             return
         with self.lock:
-            if self.closed:
-                return
-            self.closed = True
-            self.clear()
+            if not self.closed:
+                self.closed = True
+                self.clear()
         if self.store is not None:  # without the lock: a disk may be slow
             self.store.close()
 

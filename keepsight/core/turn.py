@@ -26,10 +26,14 @@ from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import RUN, Prompt
 from keepsight.report import Report, Usage, stage
+from keepsight.system.interrupts import LATER
 
 
 class Turn:
     """One prompt on its way to an answer."""
+
+    _run: Run | None = None
+    _waiting: Node | None = None  # held for the match until a run takes it over
 
     def __init__(
         self,
@@ -50,12 +54,10 @@ class Turn:
         self.asked: float | None = None  # when the caller asked, if earlier than `begin`
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
-        self._run: Run | None = None
         self._tally = DraftCounts()
         self._first: float | None = None
         self._changes = 0  # of the model, when the turn began
         self._reached: Node | None = None
-        self._waiting: Node | None = None  # held for the match until a run takes it over
 
     def tokens(self) -> Iterator[int]:
         """The seven steps. Each token is yielded before the next one is computed."""
@@ -352,8 +354,9 @@ class Turn:
 
     def let_go(self) -> None:
         """Release them without ever waiting: the garbage collector may end a turn at any moment."""
-        if self._run or self._waiting:
-            self._lock.leave(partial(self._runtime.engine.let_go, *self._held()))
+        with LATER:
+            if self._run or self._waiting:
+                self._lock.leave(partial(self._runtime.engine.let_go, *self._held()))
 
     def __del__(self) -> None:
         self.let_go()

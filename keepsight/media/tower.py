@@ -24,6 +24,7 @@ from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of
 from keepsight.models.tower_pieces import TowerParts, tower_in_pieces
+from keepsight.system.interrupts import LATER
 
 
 class Tower:
@@ -156,6 +157,7 @@ class Tower:
         return pixels
 
     def _run(self, pixels: Pixels) -> tuple[Tensors, str]:
+        LATER.check()
         try:
             with torch.no_grad(), tower_in_pieces(self._family, pixels) as self.parts:
                 return self._family.encode(pixels)

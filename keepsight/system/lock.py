@@ -9,6 +9,9 @@ in the middle of the methods below. Such code must not wait. It leaves a note of
 (`leave`), and the owner of the lock does it. Appending to a deque is atomic, and each method checks
 the notes after it has released its own guard, so no note is missed.
 
+Ctrl-C waits while a thread has one of these locks (`interrupts.py`), so no step under it is left
+half done.
+
 A `FairLock` is taken before a fork, so that a child finds consistent data; if that takes too long,
 the child cannot use it. A `Mutex` is free in every child.
 """
@@ -24,6 +27,7 @@ from collections.abc import Callable
 from keepsight.errors import Forked
 from keepsight.system import forks
 from keepsight.system.exits import MODELS, finish_before_exit
+from keepsight.system.interrupts import LATER
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,16 @@ class FairLock:
 
         Returns at once for the thread that already has it.
         """
+        LATER.__enter__()
+        came = False
+        try:
+            came = self._acquire(timeout)
+        finally:
+            if not came:
+                LATER.__exit__()
+        return came
+
+    def _acquire(self, timeout: float) -> bool:
         if self.unusable:
             raise Forked(self._what)
         if self._owner == threading.get_ident():
@@ -80,7 +94,11 @@ class FairLock:
             raise RuntimeError("the lock is released by a thread that does not have it")
         if self._depth > 1:
             self._depth -= 1
-            return
+        else:
+            self._release()
+        LATER.__exit__()
+
+    def _release(self) -> None:
         self._do_notes()
         with self._guard:
             self._owner, self._depth = None, 0
@@ -93,8 +111,9 @@ class FairLock:
 
         If a thread holds the lock, that thread does it on release.
         """
-        self._notes.append(note)
-        self._look_again()
+        with LATER:
+            self._notes.append(note)
+            self._look_again()
 
     def put_off(self, note: Callable[[], object]) -> None:
         """Like `leave`, for work that may take other locks; the garbage collector may have come
@@ -117,7 +136,7 @@ class FairLock:
     def _wait(self, turn: threading.Lock, timeout: float) -> bool:
         came = False
         try:
-            if turn.acquire(timeout=timeout):
+            if LATER.wait(turn, timeout):
                 with self._guard:
                     self._handed, came = None, True
                     self._take()
@@ -167,11 +186,13 @@ class FairLock:
                 notes.popleft()()
             except Exception as error:  # another's error must not keep the lock from this one
                 self._failed.append(error)
+            except BaseException:  # an interrupt: it is raised when the lock is given back
+                LATER.note()
 
     def _look_again(self) -> None:
         """Do the work noted meanwhile, unless another thread has the lock and will do it."""
         while self._notes and self._try():
-            self.release()
+            self._release()
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -180,7 +201,10 @@ class FairLock:
         PyTorch, where the process would crash. Waits for a thread that just had it."""
         latest = self._latest
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-        if not self.acquire(seconds) or latest not in others:
+        if not self.acquire(seconds):
+            return
+        LATER.__exit__()
+        if latest not in others:
             return
         left_at = self._left_at
         while not self._waiting and time.monotonic() < left_at + _STEP:
@@ -223,17 +247,15 @@ class Mutex:
     def _renew(self) -> None:
         self._lock = threading.Lock()
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As `threading.Lock.acquire`."""
-        return self._lock.acquire(blocking, timeout)
-
-    def release(self) -> None:
-        """As `threading.Lock.release`."""
-        self._lock.release()
-
     def __enter__(self) -> Mutex:
-        self._lock.acquire()
+        LATER.__enter__()
+        try:
+            LATER.wait(self._lock)
+        except BaseException:
+            LATER.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+        LATER.__exit__()

@@ -27,6 +27,7 @@ from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.renamed import with_cache
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
+from keepsight.system.interrupts import LATER
 
 _WASTE = 4  # compact when more than one column in this many is unused
 _ROUND = 64
@@ -307,6 +308,7 @@ class Batch:
         running = dict(enumerate(samplers))
         tokens = [0] * len(samplers)
         while True:
+            LATER.check()
             for row in list(running):
                 tokens[row] = running[row].take(logits[row : row + 1])
                 if running[row].over:
