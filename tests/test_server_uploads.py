@@ -206,6 +206,28 @@ def test_half_a_write_is_no_file_and_goes(
     assert not left.exists()
 
 
+def test_an_upload_does_not_wait_for_a_sweep_that_reads(tmp_path: Path, clock: Clock) -> None:
+    begun, going_on = threading.Event(), threading.Event()
+
+    class Slow(OnDisk):
+        def look(self, owner: str, file_id: str) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                assert going_on.wait(60)
+            return super().look(owner, file_id)
+
+    files = Files(1 << 20, 100, clock, Slow(tmp_path))
+    old = put(files)
+    with ThreadPoolExecutor(1) as pool:
+        sweep = pool.submit(files.sweep)
+        assert begun.wait(60)
+        new = put(files, b"new")
+        files.delete("ann", old)
+        going_on.set()
+        sweep.result(60)
+    assert [f.id for f in files.of("ann")] == [new]
+
+
 # -- through the server ------------------------------------------------------------------------
 
 

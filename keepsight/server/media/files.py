@@ -224,17 +224,20 @@ class Files:
                 raise _not_kept(error) from error
 
     def sweep(self) -> None:
-        """Remove expired files, even without requests."""
+        """Remove expired files, even without requests. Uploads do not wait for its reading."""
+        before = {(f.owner, f.id): f for f in self._all()}
+        read = {(f.owner, f.id): f for f in self._contents.known()}
         with self._writing:
-            self._learn()
+            mine = {(f.owner, f.id): f for f in self._all()}
+            changed = {name: f for name, f in mine.items() if f != before.get(name)}
+            self._learn(read | changed)
             failed = self._drop_expired()
             self._contents.tidy()
         if failed is not None:
             raise failed
 
-    def _learn(self, have: Uploads = NONE) -> None:
-        """Read what other servers that share the folder added, extended or removed; with `have`
-        only what was added or removed."""
+    def _learn(self, have: Uploads) -> None:
+        """Learn what other servers that share the folder added to these, or removed."""
         known = {(f.owner, f.id): f for f in self._contents.known(have)}
         with self._lock:
             self._files = known
