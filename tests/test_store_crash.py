@@ -34,10 +34,12 @@ class Promises:
         self.doubtful: set[int] = set()
         self.gone: set[int] = set()
 
-    def hear(self, lines: list[str]) -> None:
+    def hear(self, lines: list[str], shared: bool = False) -> None:
+        """What one said; `shared`: another may put again what this one deletes."""
         for sign, number in (line.split(" ", 1) for line in lines):
             assert sign != "!", f"wrong content was read: {number}"
-            {"+": self.kept, "~": self.doubtful, "-": self.gone}[sign].add(int(number))
+            gone = self.doubtful if shared else self.gone
+            {"+": self.kept, "~": self.doubtful, "-": gone}[sign].add(int(number))
 
     def expect(self, store: DiskStore, all_kept: bool) -> None:
         for number in self.kept | self.doubtful:
@@ -56,7 +58,8 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
         firsts = [turn * 1000 + (0 if chance.random() < 0.5 else 500 * n) for n in range(processes)]
         started = [forked(root, first, budget, seed + turn) for first in firsts]
         for child, out in started:
-            promises.hear(killed(child, out, chance.random() * 0.5))
+            shared = len(set(firsts)) < len(firsts)
+            promises.hear(killed(child, out, chance.random() * 0.5), shared)
         store = DiskStore(root, budget)
         # Killed between a state and its snapshot: a missing base is all that can be wrong.
         found = store.check(repair=True)
