@@ -386,7 +386,8 @@ def _as_dict(sequences: torch.Tensor, rows: list[_Row]) -> Generated:
 
 
 def _stack(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...] | None:
-    """One tensor per step, a row for each prompt; rows that ended early repeat zeros."""
+    """One tensor per step, a row for each prompt; zeros for rows that have ended, where stock
+    goes on with the logits after their padding."""
     longest = max((len(row) for row in rows), default=0)
     if not longest:
         return None
