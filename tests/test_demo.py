@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+import warnings
 from html import unescape
 from io import StringIO
 from pathlib import Path
@@ -29,7 +30,9 @@ from keepsight.cli.tour_stage import Stage, scenes_of, script
 from keepsight.cli.tour_stock import StockReply, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import InputError
+from keepsight.models.renamed import RETURNED
 from keepsight.report import Report
+from keepsight.store import DiskStore
 from keepsight.system.units import bytes_text
 
 SEED = 4
@@ -39,7 +42,11 @@ SEED = 4
 def toured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Everything that the tour printed, and its folder. Run as the command is."""
     out = tmp_path_factory.mktemp("tour") / "made"
-    with pytest.MonkeyPatch.context() as patch:
+    theirs = DiskStore(out / "store")  # beside which the tour makes a folder of its own
+    theirs.put_note("alias", "0" * 64, {})
+    theirs.close()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
         patch.delenv("KEEPSIGHT_STORE", raising=False)
         patch.setenv("COLUMNS", "160")
         patch.setattr(tour, "_RUNS", 2)  # a first run and one that is measured again
@@ -51,7 +58,10 @@ def toured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         assert torch.get_num_threads() == 2
         torch.set_num_threads(threads)
     assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout, out
+    assert "FutureWarning" not in result.output
+    assert DiskStore(out / "store").has("alias", "0" * 64)
+    assert sorted(path.name for path in out.iterdir()) == ["demo-out", "store"]
+    return result.stdout, out / "demo-out"
 
 
 @pytest.fixture
@@ -121,7 +131,7 @@ def test_the_new_process_answers_from_disk(toured: tuple[str, Path]) -> None:
 
 def test_the_saved_page_says_the_same_and_needs_no_network(toured: tuple[str, Path]) -> None:
     said, out = toured
-    page = (out.parent / "tour.html").read_text(encoding="utf-8")
+    page = (out.parents[1] / "tour.html").read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in page and "<script" not in page
     assert not re.search(r"(src|href|url\()=?\W*(?!data:)[a-z]+:", page)
     sent = [
@@ -207,7 +217,7 @@ def test_attempts_show_what_really_comes(
     real = stock._model.generate
 
     def generate(**options: Any) -> Any:
-        if "past_key_values" in options:
+        if RETURNED in options:
             raise RuntimeError("said by the test\nand more")
         return real(**options)
 

@@ -57,7 +57,7 @@ def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) ->
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with _one_thread():
-        stage = Stage(console, out.expanduser(), scenes_of(seed))
+        stage = Stage(console, _own_folder(out.expanduser()), scenes_of(seed))
         stage.draw()
         _opening(stage)
         opening(stage)
@@ -71,6 +71,15 @@ def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) ->
     if save is not None:
         stage.page.save(save)
         stage.say(f"The tour as a page: {save}")
+
+
+def _own_folder(out: Path) -> Path:
+    """The folder itself if it is new, empty, or an earlier demo's; otherwise one in it. The tour
+    writes over its pictures and clears its store."""
+    made = [out / "picture-1.sight", out / "pictures" / "picture-1.png", out / "store"]
+    if not out.exists() or not any(out.iterdir()) or all(path.exists() for path in made):
+        return out
+    return out / "demo-out"
 
 
 @contextmanager

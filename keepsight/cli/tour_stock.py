@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from keepsight.kinds import Inputs, Message, Processor
-from keepsight.models.renamed import RETURNED
+from keepsight.models.renamed import RETURNED, with_cache
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -139,7 +139,7 @@ class StockSession:
                 attempt, "", "not tried: the prompt does not begin with the cache", False
             )
         try:
-            heard = self.answer(inputs, past_key_values=copy.deepcopy(kept.cache))
+            heard = self.answer(inputs, **with_cache(self._model, copy.deepcopy(kept.cache)))
         except Exception as error:  # any exception of Transformers is the outcome
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ")
             return Outcome(attempt, said, "crashes", False)
