@@ -5,8 +5,6 @@ A missing device, an unreachable Hub, a text-only model.
 
 from __future__ import annotations
 
-import re
-
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,8 +15,9 @@ from transformers import (
 from keepsight.errors import InputError, UnsupportedModel
 from keepsight.kinds import DeviceMap
 from keepsight.models.reachable import check_hub
+from keepsight.system import places
 
-_DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_loadable(path: str, device_map: DeviceMap, revision: str | None) -> None:
@@ -30,12 +29,19 @@ def check_loadable(path: str, device_map: DeviceMap, revision: str | None) -> No
 
 def check_device(device_map: DeviceMap) -> None:
     """Refuse a device that this machine or this PyTorch does not have."""
-    found = _DEVICE.fullmatch(device_map) if isinstance(device_map, str) else None
-    if found is None or found[1] not in ("cuda", "mps", "xpu"):
-        return  # a map of several devices, or something only PyTorch knows
-    backend = getattr(torch, found[1])
+    if not isinstance(device_map, str) or device_map in _MAPS:
+        return
+    places.check_device_name(device_map)
+    try:
+        device = torch.device(device_map)
+    except RuntimeError:
+        known = "cpu, cuda, cuda:1, mps, xpu or auto"
+        raise InputError(f"there is no device {device_map!r}; name {known}") from None
+    if device.type not in ("cuda", "mps", "xpu"):
+        return  # something only PyTorch knows
+    backend = getattr(torch, device.type)
     count = backend.device_count() if backend.is_available() else 0
-    if int(found[2] or 0) < count:
+    if (device.index or 0) < count:
         return
     there = f"there are {count} of them" if count else f"PyTorch {torch.__version__} sees none here"
     raise InputError(f"device {device_map!r}: {there}; leave the device out to run on the CPU")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from keepsight.errors import InputError, MissingExtra, StoreError
 
-_DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
+_DEVICE = re.compile(r"([a-z]+):?(\d*)")
 _DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "metal": "mps"}
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd", "/dev/dri")
@@ -101,14 +101,11 @@ def _nearest(path: Path) -> Path:
 
 def check_device(device: str | None) -> None:
     """Refuse a device that neither this PyTorch nor this machine can have."""
-    found = _DEVICE.fullmatch(device or "")
-    near = _near_device(found[1]) if found else None
-    if near is not None:
-        raise InputError(f"there is no device {device!r}; did you mean {near!r}?")
-    if found is None or found[1] not in ("cuda", "mps", "xpu"):
+    name = check_device_name(device or "")
+    if name not in ("cuda", "mps", "xpu"):
         return
     version = importlib.metadata.version("torch")
-    if found[1] == "mps":
+    if name == "mps":
         there = sys.platform == "darwin"
     else:
         linux = sys.platform == "linux"
@@ -120,7 +117,19 @@ def check_device(device: str | None) -> None:
         )
 
 
+def check_device_name(device: str) -> str | None:
+    """The kind of a device, if it is known here; a name that is nearly right is refused."""
+    found = _DEVICE.fullmatch(device.lower())
+    if found is None:
+        return None
+    name = found[1] if found[1] in _DEVICES else _near_device(found[1])
+    near = f"{name}:{found[2]}" if found[2] else name
+    if name is not None and device != near:
+        raise InputError(f"there is no device {device!r}; did you mean {near!r}?")
+    return name
+
+
 def _near_device(name: str) -> str | None:
     """The device that an unknown name may mean."""
-    close = [] if name in _DEVICES else difflib.get_close_matches(name, _DEVICES, 1, 0.7)
+    close = difflib.get_close_matches(name, _DEVICES, 1, 0.7)
     return _OTHER_NAMES.get(name) or next(iter(close), None)
