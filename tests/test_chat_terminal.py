@@ -18,6 +18,8 @@ from hostile import hear_interrupts
 from huggingface_hub import constants
 from rich.console import Console
 
+import keepsight as ks
+from keepsight.cli.chat import Shell
 from keepsight.cli.line_editor import completions
 from keepsight.cli.loading_line import LoadingLine, hub_folder, loading_line
 from keepsight.cli.terminal import WrittenWords
@@ -40,7 +42,7 @@ print("ENDED", flush=True)
 class Terminal:
     """A child on a terminal of 80 columns."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, *words: str) -> None:
         self.end, inner = pty.openpty()
         environment = {
             **os.environ,
@@ -49,9 +51,8 @@ class Terminal:
             "TERM": "xterm",
             "PROMPT_TOOLKIT_NO_CPR": "1",
         }
-        command = [sys.executable, "-c", _SCRIPT, how]
         self.child = subprocess.Popen(
-            command,
+            [sys.executable, *words],
             stdin=inner,
             stdout=inner,
             stderr=inner,
@@ -97,7 +98,7 @@ class Terminal:
 def test_a_terminal_takes_lines_commands_and_the_end(how: str) -> None:
     if how == "edited":
         pytest.importorskip("prompt_toolkit")
-    terminal = Terminal(how)
+    terminal = Terminal("-c", _SCRIPT, how)
     try:
         terminal.until("/help lists the commands")
         terminal.until(">")
@@ -148,7 +149,7 @@ def test_a_script_without_spaces_is_written_as_it_comes() -> None:
 
 def test_a_paste_of_several_lines_is_one_question() -> None:
     pytest.importorskip("prompt_toolkit")
-    terminal = Terminal("edited")
+    terminal = Terminal("-c", _SCRIPT, "edited")
     try:
         terminal.until(">")
         terminal.write("\x1b[200~one\ntwo\x1b[201~\r")
@@ -215,3 +216,58 @@ def test_the_line_counts_what_comes_from_the_hub(
     line.began -= 75
     line.looked -= 75
     assert line.text() == "loading some/model ... 75 s, 2.0 KiB from the Hub"
+
+
+def test_an_address_is_no_folder_for_what_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(ks.__file__).parents[1]), prepend=os.pathsep)
+    terminal = Terminal("-m", "keepsight", "chat", "--store", "memory://bucket/name")
+    try:
+        terminal.until("/help lists the commands")
+        terminal.until(">")
+        terminal.write("/exit\r")
+        terminal.child.wait(60)
+    finally:
+        terminal.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class _CtrlC:
+    """A processor of logits during whose third token somebody presses Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, ids: object, scores: object) -> object:
+        self.seen += 1
+        if self.seen == 3:
+            signal.raise_signal(signal.SIGINT)
+        return scores
+
+
+def test_ctrl_c_keeps_the_answer_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = io.StringIO()
+    with ks.load("demo") as vlm:
+        shell = Shell(vlm, Console(file=lines), {"logits_processor": [_CtrlC()]})
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n/retry\n"))
+        shell.run()
+        assert "the answer so far is in the history" in lines.getvalue()
+        question, answer = shell.session.messages
+        assert question["content"][-1]["text"] == "Hello!"
+        assert answer["role"] == "assistant" and answer["content"][0]["text"]
+        assert vlm.ask("Hello!", max_new_tokens=2).tokens  # nothing is left taken
+
+
+def test_ctrl_c_in_a_retry_leaves_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = io.StringIO()
+    with ks.load("demo") as vlm:
+        shell = Shell(vlm, Console(file=lines), {})
+        shell.ask("Hello!")
+        before = shell.session.messages
+        shell.options["logits_processor"] = [_CtrlC()]
+        monkeypatch.setattr("sys.stdin", io.StringIO("/retry\n"))
+        shell.run()
+        assert "nothing of it is in the history" in lines.getvalue()
+        assert shell.session.messages is before

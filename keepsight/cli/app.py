@@ -93,7 +93,9 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the files it makes.")] = Path("demo-out"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for its files; if it has others, demo-out in it is taken.")
+    ] = Path("demo-out"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 1,
     save: Annotated[
         Path | None, typer.Option(help="Also write the tour to this file, as one HTML page.")
@@ -205,7 +207,8 @@ def chat(
     options = decoding(max_tokens, temperature, top_p, seed)
     check_images(image or [])
     name = one_model(named, model)
-    history = Path(store).expanduser() / "chat-history" if store else None
+    folder = store if store and "://" not in store else None  # an address has no lines typed here
+    history = Path(folder).expanduser() / "chat-history" if folder else None
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:

@@ -7,6 +7,7 @@ come through a pipe; then they are echoed, so that the output reads like a conve
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +24,9 @@ from keepsight.cli.line_editor import line_editor
 from keepsight.cli.terminal import WrittenWords, json_line, plain, report_table
 from keepsight.cli.thumbnails import show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
+from keepsight.core.rendering.question import user_turn
 from keepsight.errors import InputError, KeepsightError
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Message, Options, Record
 from keepsight.media.medium import Medium
 from keepsight.system import private_files
 
@@ -34,6 +36,14 @@ if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 _PROMPT = "> "
+
+
+class _Stopped(KeyboardInterrupt):
+    """Ctrl-C while an answer came: the conversation with its question, and the words so far."""
+
+    def __init__(self, asked: list[Message], said: str) -> None:
+        super().__init__()
+        self.asked, self.said = asked, said
 
 
 @dataclass
@@ -67,9 +77,7 @@ class Shell:
                 else:
                     self.console.print(Text(f"error: {plain(str(error))}", "red"))
             except KeyboardInterrupt:
-                self.console.print(
-                    Text("\nstopped; nothing of it is in the history: ask again, or /exit", "dim")
-                )
+                self._say("\nstopped; nothing of it is in the history: ask again, or /exit")
 
     def _lines(self) -> Iterator[str]:
         interactive = sys.stdin.isatty() and not self.as_json  # a prompt would be among the JSON
@@ -136,7 +144,13 @@ class Shell:
 
     def ask(self, question: str) -> None:
         """Ask the next question and print the answer as it comes."""
-        self._answer(self.session, question, [medium for _, medium in self.waiting])
+        try:
+            self._answer(self.session, question, [medium for _, medium in self.waiting])
+        except _Stopped as stopped:
+            if not stopped.said:
+                raise
+            self.session.remember(stopped.asked, stopped.said)
+            self._say("\nstopped; the answer so far is in the history: /retry asks again")
         self.waiting = []
 
     def _answer(self, session: Session, question: str, images: list[Medium]) -> None:
@@ -144,19 +158,25 @@ class Shell:
             self._answer_in_json(session, question, images)
             return
         start = time.perf_counter()
-        first = None
+        first, said = None, ""
         words = WrittenWords(self.console)
-        pieces = session.stream(question, images or None, **self.options)
-        with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory
-            for piece in pieces:
-                if first is None and piece.token is not None:
-                    first = 1e3 * (time.perf_counter() - start)
-                words.write(piece.text)
-                if piece.usage is not None and piece.report is not None:
-                    words.end()
-                    self.console.print()
-                    self.last = piece.report
-                    self._say(measurements(piece.usage, piece.report, first))
+        asked = [*session.messages, session.named(user_turn((question, images or None), {}))]
+        pieces = session.answer(asked, dict(self.options))
+        try:
+            with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory
+                for piece in pieces:
+                    if first is None and piece.token is not None:
+                        first = 1e3 * (time.perf_counter() - start)
+                    said += piece.text
+                    words.write(piece.text)
+                    if piece.usage is not None and piece.report is not None:
+                        words.end()
+                        self.console.print()
+                        self.last = piece.report
+                        self._say(measurements(piece.usage, piece.report, first))
+        except KeyboardInterrupt:
+            words.end()
+            raise _Stopped(asked, said) from None
         if self.reports and self.last is not None:
             self.console.print(report_table(self.last))
 
@@ -302,14 +322,14 @@ class Shell:
         """/save FILE      the conversation, its pictures and its memory, in one file"""
         if not name:
             raise InputError("/save needs a file name, for example: /save talk.keep")
-        path = self.session.save(Path(name).expanduser())
+        path = self.session.save(os.path.expanduser(name))
         self._say(f"saved to {path}")
 
     def load(self, name: str) -> None:
         """/load FILE      go on with a saved conversation"""
         if not name:
             raise InputError("/load needs a file name, for example: /load talk.keep")
-        session = self.vlm.resume(Path(name).expanduser())
+        session = self.vlm.resume(os.path.expanduser(name))
         self._switch(session)
         for note in session.notes:
             self._say(f"note: {note}")

@@ -87,7 +87,7 @@ class Session:
                 async for piece in pieces:
                     text += piece.text
                     if piece.usage is not None:
-                        self._remember(asked, text)
+                        self.remember(asked, text)
                     yield piece
         finally:
             self._awaited = False
@@ -136,11 +136,12 @@ class Session:
         for piece in self._pieces(asked, options):
             text += piece.text
             if piece.usage is not None:
-                self._remember(asked, text)
+                self.remember(asked, text)
             yield piece
 
-    def _remember(self, asked: list[Message], text: str) -> None:
-        """Append to the history as the template will render it; the next turn prefills it."""
+    def remember(self, asked: list[Message], text: str) -> None:
+        """Make a question and its answer the history, as the template will render them; the next
+        turn prefills them."""
         self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
 
     def _pieces(self, asked: list[Message], options: Options) -> Iterator[Piece]:
