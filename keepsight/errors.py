@@ -37,12 +37,24 @@ builtin, so `except ValueError` keeps working for people who never heard of this
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
 import re
+import traceback
 from collections.abc import Iterable
 
 
 class KeepsightError(Exception):
     """Base of everything Keepsight raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, after the caller's own functions, but without the
+        cell itself and without frames of this library."""
+        calls = traceback.extract_tb(self.__traceback__)
+        here = os.path.dirname(__file__)
+        theirs = itertools.takewhile(lambda call: not call.filename.startswith(here), calls)
+        own = [call for call in theirs if "IPython" not in call.filename][1:]
+        return [*traceback.format_list(own), f"{type(self).__name__}: {self}"]
 
 
 class InputError(KeepsightError, ValueError):

@@ -187,3 +187,17 @@ def test_errors_of_an_awaited_answer_reach_the_caller(demo: Any) -> None:
         asyncio.run(demo.aask("gone.png", QUESTION))
     with pytest.raises(UnknownOption, match="images"):
         asyncio.run(demo.session().aask(QUESTION, image=picture(1)))
+
+
+def test_an_error_in_a_notebook_is_one_sentence(demo: Any) -> None:
+    cells = {"vlm": demo}
+    exec(compile("def mine():\n    vlm.ask('gone.png', 'Hm?')\n", "<cell 1>", "exec"), cells)
+    for line, own in (("vlm.ask('gone.png', 'What is it?')", 0), ("mine()", 1)):
+        with pytest.raises(ImageError) as caught:
+            exec(compile(line, "<cell 2>", "exec"), cells)
+        caught.value.__traceback__ = caught.value.__traceback__.tb_next  # pytest's own frame
+        *shown, said = caught.value._render_traceback_()  # as IPython calls it
+        assert (
+            said == "ImageError: gone.png: no image can be read there (No such file or directory)"
+        )
+        assert len(shown) == own and all("mine" in one for one in shown)
