@@ -34,6 +34,8 @@ BAD_IMAGES = [
     (np.zeros((5, 5, 7), dtype=np.uint8), ImageError),
     (np.zeros((0, 4, 3), dtype=np.uint8), ImageError),
     (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), ImageError),
+    (torch.zeros(4, 4, 3, dtype=torch.uint8).to_sparse(), ImageError),
+    (torch.zeros(4, 4, 3, dtype=torch.uint8, device="meta"), ImageError),
     (42, ImageError),
 ]
 
@@ -124,6 +126,7 @@ def test_message_shapes(demo: Any) -> None:
         ([], MessagesError),
         ("hello", MessagesError),
         ([{"content": "hello"}], MessagesError),
+        ([{"role": "user", "content": "half \ud800"}], InputError),
         ([{"role": "user", "content": 3}], MessagesError),
         ([{"role": "user", "content": [{"type": "smell"}]}], MessagesError),
         ([{"role": "user", "content": [{"type": "image"}]}], ImageError),
@@ -188,6 +191,12 @@ def test_bad_tensors() -> None:
         positions = torch.arange(inputs["input_ids"].shape[1])[None]
         refused(UnsupportedInput, position_ids=positions)
         refused(InputError, pixel_values_videos=inputs["pixel_values"])
+        for name, tensor in inputs.items():
+            refused(InputError, **{name: tensor.to_sparse()})
+            refused(InputError, **{name: tensor.to("meta")})
+        for seed in (2**70, -(2**70), "one", 1.5):
+            refused(InputError, do_sample=True, seed=seed)
+        refused(InputError, stop="half \ud800")
         assert torch.equal(vlm.generate(**inputs, max_new_tokens=3, do_sample=False), good)
         vlm.runtime.tree.check()
 

@@ -181,6 +181,22 @@ def test_snapshots_of_another_shape_never_reach_the_tree(
         fresh.runtime.tree.check()
 
 
+def test_an_empty_conversation_is_saved_and_resumed(demo: Any, tmp_path: Path) -> None:
+    session = demo.resume(demo.session().save(tmp_path / "empty.keep"))
+    assert session.messages == [] and session.notes == []
+    assert session.ask("Hello!", max_new_tokens=2).tokens
+
+
+@pytest.mark.parametrize("name", ["missing.keep", "zero\0byte", "half \ud800"])
+def test_a_file_that_cannot_be_opened_is_named(demo: Any, tmp_path: Path, name: str) -> None:
+    for load in (demo.resume, ks.Package.load):
+        with pytest.raises(StoreError, match="cannot be read: "):
+            load(tmp_path / name)
+    if name != "missing.keep":
+        with pytest.raises(StoreError, match="cannot be written: "):
+            demo.session().save(tmp_path / name)
+
+
 def test_saving_where_nothing_can_be_written(demo: Any, tmp_path: Path) -> None:
     session = demo.session()
     session.ask("Hello!", max_new_tokens=2)

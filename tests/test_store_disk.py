@@ -471,6 +471,8 @@ def test_folders_of_any_name(tmp_path: Path, opened: Any, name: str) -> None:
 def test_folders_that_cannot_be(tmp_path: Path, opened: Any) -> None:
     with pytest.raises(InputError, match="zero byte"):
         DiskStore("a\0b")
+    with pytest.raises(InputError, match="is no path"):
+        DiskStore("a\ud800b")
     store = opened(tmp_path / ("x" * 300))
     store.put("package", KEYS[0], tensors(), {})
     with pytest.raises(StoreError, match="too long"):

@@ -151,7 +151,7 @@ class Package:
     @classmethod
     def load(cls, path: str | Path) -> Package:
         """Read a `.sight` file; every byte is checked, and an invalid file raises a named error."""
-        tensors, record = tensorfile.read(Path(path), KIND, FORMAT)
+        tensors, record = tensorfile.load(Path(path), KIND, FORMAT)
         return cls.from_record(tensors, record, str(path))
 
     @classmethod

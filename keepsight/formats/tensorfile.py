@@ -32,6 +32,7 @@ from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     InputError,
+    KeepsightError,
     NotKeepsightFile,
     StoreError,
     WrongFormatVersion,
@@ -131,10 +132,25 @@ def save(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> None:
     """`write` for a file that a person named: the error says why it cannot be written."""
+    parts = spelled(kind, version, tensors, record)
     try:
-        write(path, kind, version, tensors, record)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+        write_whole(path, parts)
+    except (OSError, ValueError) as error:  # a ValueError: no path at all
+        raise StoreError(f"{path} cannot be written: {_why(error)}") from error
+
+
+def load(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], Record]:
+    """`read` for a file that a person named: the error says why it cannot be read."""
+    try:
+        return read(path, kind, version)
+    except KeepsightError:
+        raise
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read: {_why(error)}") from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def sync_folder(folder: Path) -> None:

@@ -72,7 +72,7 @@ def load(session: Session, path: Path, accept_features: str | None) -> None:
     """Fill an empty conversation with what a file holds."""
     if accept_features not in (None, "same", "any"):
         raise InputError(f"accept_features={accept_features!r}; expected 'same' or 'any'")
-    tensors, record = tensorfile.read(path, KIND, FORMAT)
+    tensors, record = tensorfile.load(path, KIND, FORMAT)
     runtime = session.runtime
     with runtime.lock:
         namespace = runtime.refresh(tenant=session.tenant)
@@ -83,7 +83,7 @@ def load(session: Session, path: Path, accept_features: str | None) -> None:
             differs = _other_environment(runtime, record)
             if differs:
                 session.notes.append(f"prefixes are computed again: {differs}")
-            else:
+            elif record["snapshots"]:  # none of an empty conversation, which cannot be rendered
                 _put_back(session, namespace, tensors, record["snapshots"])
         except KeepsightError:
             raise

@@ -22,6 +22,15 @@ _SHORT = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp64": "floa
 _SHORT |= dict.fromkeys(("fp16", "f16"), "float16")
 
 
+def check_text(text: str, what: str) -> None:
+    """Refuse a text with half of a surrogate pair in it, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{text[error.start]!r} at character {error.start}"
+        raise InputError(f"{what} is no Unicode: {half} is half of a surrogate pair") from None
+
+
 def check_dtype(name: str) -> None:
     """Refuse an unknown dtype."""
     if name in DTYPES or name in _OF_TORCH:

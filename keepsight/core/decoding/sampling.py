@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from transformers import (
@@ -146,9 +147,17 @@ def sampler(
         criteria.append(StopStrings(tokenizer, endings))
     generator = None
     if ours.get("seed") is not None:
-        generator = torch.Generator(ids.device).manual_seed(int(ours["seed"]))
+        generator = torch.Generator(ids.device).manual_seed(seed_of(ours["seed"]))
     skip = ours.get("skip_special_tokens") is not False
     return Sampler(config, processors, criteria, generator, count, stop, skip)
+
+
+def seed_of(given: object, more: int = 0) -> int:
+    """A seed as PyTorch takes it, and `more` seeds after it."""
+    if not isinstance(given, Integral) or not -(2**63) <= int(given) < 2**64:
+        raise InputError(f"seed={given!r}; expected an integer from -2**63 to 2**64 - 1")
+    seed = int(given) + more
+    return seed if seed < 2**64 else seed - 2**64
 
 
 @functools.cache

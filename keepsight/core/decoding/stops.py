@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from keepsight.errors import InputError
+from keepsight.system.words import check_text
 
 MOST, LONGEST = 128, 4096  # strings, and characters of each
 _FEW = 16  # tokens decoded at first
@@ -25,6 +26,8 @@ def stop_strings(given: str | Iterable[str] | None) -> list[str]:
     stops = [given] if isinstance(given, str) else list(given or [])
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(f"stop must be one or more non-empty strings, got {str(given)[:200]!r}")
+    for stop in stops:
+        check_text(stop, "a stop string")
     if len(stops) > MOST or any(len(stop) > LONGEST for stop in stops):
         raise InputError(
             f"{len(stops)} stop strings, the longest of {max(map(len, stops))} characters; "

@@ -27,6 +27,7 @@ from keepsight.kinds import Message, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
+from keepsight.system.words import check_text
 
 Name = Callable[[object, str], Medium]  # makes a medium of a part's value and modality
 
@@ -100,6 +101,7 @@ class Renderer:
         self.refuse_unseen(read.media)
         self.lengths.check_count(read.characters + characters(template))
         rendered = read.rendered(self.tokenizer, chat, generate, template)
+        check_text(rendered.text, "the conversation")
         named = [(kind, name(medium, kind)) for kind, medium in read.media]
         text = self._family.prompt_text(self._processor, rendered.text, self._written)
         spots = list(find_words(self._written, text, [*self._words.values()]))

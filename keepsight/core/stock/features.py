@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.generate import split_media
+from keepsight.core.stock.generate import check_dense, split_media
 from keepsight.errors import PlaceholderMismatch, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Inputs, Options, Record
@@ -49,6 +49,7 @@ def with_features(
     `repeated` says that stock code may repeat them for several answers.
     """
     refuse_unfit(runtime.family, given)
+    check_dense(given)
     runtime.refresh(True, tenant)
     family, vision = runtime.family, runtime.vision_of(tenant)
     tensors, ids = pixels_in(family, given), cast("torch.Tensor", given["input_ids"])

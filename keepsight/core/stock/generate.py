@@ -16,7 +16,7 @@ import torch
 
 from keepsight.core.decoding.lane_batch import batch_of
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
-from keepsight.core.decoding.sampling import known_options, samples_of
+from keepsight.core.decoding.sampling import known_options, samples_of, seed_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.stock.embedded import ids_behind
 from keepsight.core.turn import Turn
@@ -104,6 +104,7 @@ def request(
     """Check a call and name its media; refuse unsupported options by name."""
     embeddings = options.pop("inputs_embeds", None)
     tensors, options = _sort(runtime, inputs, options)
+    check_dense({**tensors, "inputs_embeds": embeddings})
     if embeddings is not None:
         if "input_ids" in tensors:
             raise InputError(
@@ -143,7 +144,7 @@ def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
         options = dict(asked.options)
         if options.get("seed") is not None:
             same = sum(prompt is other for other in asked.prompts[:row])
-            options["seed"] = int(options["seed"]) + same  # samples of one prompt must differ
+            options["seed"] = seed_of(options["seed"], same)  # samples of one prompt must differ
         render = partial(_same, prompt)
         turns.append(Turn(runtime, render, options, asked.exact, _TOKENS, asked.tenant))
     rows = _run(runtime, turns, streamer)
@@ -171,6 +172,16 @@ def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tu
     own = [name for name in Answering.__annotations__ if name in known]
     UnknownOption.refuse(options, known, "generate", [*own, *_OWN, *names])
     return {name: value for name, value in tensors.items() if value is not None}, options
+
+
+def check_dense(given: Inputs) -> None:
+    """Refuse tensors whose values cannot be read one by one."""
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
+            what = "has no values: it is on the meta device" if tensor.is_meta else "is not dense"
+            raise InputError(f"{name} {what}; expected an ordinary tensor")
 
 
 def _check_ids(runtime: Runtime, tensors: Inputs) -> torch.Tensor:

@@ -80,8 +80,11 @@ class Folder:
     """A root and the files below it, by names such as `package/ab/abcd.sight`."""
 
     def __init__(self, root: str | Path) -> None:
-        if "\0" in str(root):
-            raise InputError(f"{str(root)!r} is no path: it has a zero byte in it")
+        try:
+            if b"\0" in os.fsencode(root):
+                raise ValueError("it has a zero byte in it")
+        except ValueError as error:  # also: half of a surrogate pair
+            raise InputError(f"{str(root)!r} is no path: {error}") from None
         self.root = Path(root).expanduser()
         self._fresh: set[str] = set()  # folders with new subfolders that are not synced
         self._mount: Path | None = None  # mount point of the root when it was last seen
