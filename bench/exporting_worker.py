@@ -18,7 +18,7 @@ import torch
 
 import keepsight
 from keepsight.bench.workloads import Pictures, user, words
-from keepsight.kinds import Message
+from keepsight.kinds import Generating, Message
 from keepsight.report import Piece
 from keepsight.vlm import VLM
 
@@ -74,7 +74,7 @@ def _peak() -> float:
 
 def _asked(vlm: VLM, messages: list[Message], count: int) -> tuple[float, list[Piece]]:
     """Milliseconds to the first token, and all pieces."""
-    decoding = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    decoding: Generating = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
     begun, first, pieces = time.perf_counter(), 0.0, []
     for piece in vlm.stream(messages, **decoding):
         first = first or 1e3 * (time.perf_counter() - begun)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
+    import os
+
     import numpy as np
     import torch
     from PIL import Image
@@ -54,6 +56,47 @@ class Answering(TypedDict, total=False):
     exact: bool
 
 
+class Generating(Answering, total=False):
+    """The same, and what else `GenerationConfig` has that is honoured here."""
+
+    bad_words_ids: Any
+    begin_suppress_tokens: Any
+    bos_token_id: Any
+    encoder_no_repeat_ngram_size: int | None
+    encoder_repetition_penalty: float | None
+    eos_token_id: Any
+    epsilon_cutoff: float | None
+    eta_cutoff: float | None
+    exponential_decay_length_penalty: Any
+    forced_bos_token_id: Any
+    forced_eos_token_id: Any
+    generation_config: Any
+    logits_processor: Any
+    max_length: int | None
+    max_time: float | None
+    max_tokens: int | None
+    min_length: int | None
+    min_new_tokens: int | None
+    min_p: float | None
+    no_repeat_ngram_size: int | None
+    num_beams: int | None
+    output_logits: bool | None
+    output_scores: bool | None
+    pad_token_id: Any
+    prefix_allowed_tokens_fn: Any
+    remove_invalid_values: bool | None
+    renormalize_logits: bool | None
+    repetition_penalty: float | None
+    sequence_bias: Any
+    skip_special_tokens: bool
+    stop_strings: Any
+    stopping_criteria: Any
+    suppress_tokens: Any
+    top_h: float | None
+    typical_p: float | None
+    watermarking_config: Any
+
+
 class Asking(Answering, total=False):
     """The options of `ask`."""
 
@@ -61,6 +104,42 @@ class Asking(Answering, total=False):
     question: str | None
     videos: Any
     audio: Any
+
+
+class AskOptions(Asking, Generating, total=False):
+    """All options of `ask`."""
+
+    text: str | None
+
+
+class Preparing(TypedDict, total=False):
+    """The options of calls that render messages and decode nothing."""
+
+    tenant: str | None
+    tools: list[Record] | None
+    template_kwargs: Options | None
+    exact: bool
+
+
+class Wrapping(TypedDict, total=False):
+    """The options of `load` and `wrap`; docs/quickstart.md explains each."""
+
+    store: str | os.PathLike[str] | None
+    store_budget: int | str | None
+    remote: str | None
+    tenant: str | None
+    tenant_quota: int | str | None
+    cache_budget: int | str
+    host_budget: int | str | None
+    vision_budget: int | str
+    ttl: int | float | str | None
+    accept_features: str
+    feature_codec: str
+    chat_template: str | None
+    image_options: Options | None
+    grain: int | None
+    pack: bool | str
+    drafts: bool
 
 
 class ImageProcessor(Protocol):

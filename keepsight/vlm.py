@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import torch
 from transformers import PreTrainedModel, ProcessorMixin
@@ -27,12 +27,14 @@ from keepsight.core.rendering.question import user_turn
 from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import (
+    WRAP_DEFAULTS,
     RuntimeSettings,
     check_options,
     check_processor,
     chosen_store,
     tenant_name,
 )
+from keepsight.core.signatures import shows
 from keepsight.core.stock.generate import Generated, generate
 from keepsight.core.stock.inputs import stock_inputs
 from keepsight.core.stock.installed import INSTALLING, InstalledGenerate, installed_in
@@ -40,7 +42,20 @@ from keepsight.core.trials.probe import settle, try_again
 from keepsight.core.verify import Verification, verify
 from keepsight.errors import InputError, ModelError, UnsupportedInput
 from keepsight.formats.package import Package
-from keepsight.kinds import DeviceMap, Dtype, Message, Options, Processor, Record
+from keepsight.kinds import (
+    Answering,
+    Asking,
+    AskOptions,
+    DeviceMap,
+    Dtype,
+    Generating,
+    Message,
+    Options,
+    Preparing,
+    Processor,
+    Record,
+    Wrapping,
+)
 from keepsight.media.medium import Picture, Pictures
 from keepsight.media.visions import encode_all
 from keepsight.models import loading, without_tower
@@ -88,8 +103,11 @@ def load(
     return VLM(model, processor, files=files, owned=True, **options)
 
 
+@shows(Wrapping, **WRAP_DEFAULTS)
 def wrap(
-    model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
+    model: PreTrainedModel,
+    processor: Processor | ProcessorMixin | None = None,
+    **options: Unpack[Wrapping],
 ) -> VLM:
     """Wrap a live Transformers model. Without a processor only `generate` with tensors works.
 
@@ -101,8 +119,13 @@ def wrap(
     return VLM(model, processor, **options)
 
 
+@shows(Wrapping, **WRAP_DEFAULTS)
 def install(
-    model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
+    model: PreTrainedModel,
+    processor: Processor | ProcessorMixin | None = None,
+    *,
+    forwards: bool = False,
+    **options: Unpack[Wrapping],
 ) -> VLM:
     """Make the model's own `generate` remember, for any code that calls it.
 
@@ -110,16 +133,15 @@ def install(
     Options are those of `wrap`. Calls that Keepsight does not support go to the model unchanged,
     and `vlm.report()` says why. Installing twice has no further effect.
     """
-    forwards = bool(options.pop("forwards", False))
     with INSTALLING:
         there = installed_in(model)
         if there is None:
             vlm = wrap(model, processor, **options)
-            there = InstalledGenerate(vlm, vlm.runtime, vlm.tenant, options, forwards)
+            there = InstalledGenerate(vlm, vlm.runtime, vlm.tenant, dict(options), forwards)
             vlm.installed = there
             there.put()
         else:
-            there.again(processor, options, forwards)
+            there.again(processor, dict(options), forwards)
         return cast("VLM", there.owner)
 
 
@@ -133,12 +155,17 @@ def uninstall(model: PreTrainedModel) -> None:
             cast("VLM", there.owner).close()
 
 
+@shows(Wrapping, **WRAP_DEFAULTS)
 @contextmanager
 def installed(
-    model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
+    model: PreTrainedModel,
+    processor: Processor | ProcessorMixin | None = None,
+    *,
+    forwards: bool = False,
+    **options: Unpack[Wrapping],
 ) -> Iterator[VLM]:
     """`install` for the length of a `with` block."""
-    vlm = install(model, processor, **options)
+    vlm = install(model, processor, forwards=forwards, **options)
     try:
         yield vlm
     finally:
@@ -209,29 +236,35 @@ class VLM(DisplayedModel, AsyncAnswers):
 
     # -- asking ----------------------------------------------------------------------------------
 
-    def chat(self, messages: list[Message], **options: object) -> Reply:
+    @shows(Answering)
+    def chat(self, messages: list[Message], **options: Unpack[Generating]) -> Reply:
         """Answer a conversation; return the text with its measurements."""
-        return Reply.of(self._answer(messages, options, "chat"))
+        return Reply.of(self._answer(messages, dict(options), "chat"))
 
-    def ask(self, *given: Pictures | None, **options: object) -> Reply:
+    @shows(Asking)
+    def ask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
         """`ask("cat.jpg", "What is it?")`, or `images=` and `question=`; the order is free."""
-        return Reply.of(self._answer([user_turn(given, options, True)], options, "ask"))
+        left: Options = dict(options)
+        return Reply.of(self._answer([user_turn(given, left, True)], left, "ask"))
 
-    def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
+    @shows(Answering)
+    def stream(self, messages: list[Message], **options: Unpack[Generating]) -> Iterator[Piece]:
         """Yield pieces of the answer as they come; the last one carries usage and report."""
-        return self._answer(messages, options, "stream")
+        return self._answer(messages, dict(options), "stream")
 
     def _answer(self, messages: list[Message], options: Options, where: str) -> Iterator[Piece]:
         return answer(self.runtime, messages, Call.of(options, self.tenant, where))
 
-    def prepare(self, messages: list[Message], **options: object) -> Report:
+    @shows(Preparing)
+    def prepare(self, messages: list[Message], **options: Unpack[Preparing]) -> Report:
         """Encode and prefill now; the same call to `chat` later only decodes."""
-        call = Call.before_decoding(options, self.tenant, "prepare")
+        call = Call.before_decoding(dict(options), self.tenant, "prepare")
         return prepare(self.runtime, messages, call)
 
-    def explain(self, messages: list[Message], **options: object) -> Report:
+    @shows(Preparing)
+    def explain(self, messages: list[Message], **options: Unpack[Preparing]) -> Report:
         """The report that `chat` would give, without computing or changing anything."""
-        call = Call.before_decoding(options, self.tenant, "explain")
+        call = Call.before_decoding(dict(options), self.tenant, "explain")
         self.runtime.require_answers()
         self.runtime.tokenizer()
         with self.runtime.lock:
@@ -259,10 +292,11 @@ class VLM(DisplayedModel, AsyncAnswers):
         self.runtime.require_answers()
         return Session.load(self.runtime, Path(path), self._whose(tenant), accept_features)
 
-    def prefix(self, messages: list[Message] | str | Path, **options: object) -> Prefix:
+    @shows(Preparing)
+    def prefix(self, messages: list[Message] | str | Path, **options: Unpack[Preparing]) -> Prefix:
         """Messages prepared once for many queries, or a saved `.keep` file of them."""
         self.runtime.require_answers()
-        call = Call.before_decoding(options, self.tenant, "prefix")
+        call = Call.before_decoding(dict(options), self.tenant, "prefix")
         if isinstance(messages, str | Path):
             file = Session.load(self.runtime, Path(messages), call.tenant)
             return Prefix(self.runtime, file, call)
@@ -284,6 +318,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         self, inputs: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor | Generated: ...
 
+    @shows(Answering)
     def generate(
         self, inputs: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor | Generated:
@@ -298,14 +333,15 @@ class VLM(DisplayedModel, AsyncAnswers):
             raise InputError("report() is for models that Keepsight is installed in; see install()")
         return self.installed.report()
 
-    def inputs(self, messages: list[Message], **options: object) -> Record:
+    @shows(Preparing)
+    def inputs(self, messages: list[Message], **options: Unpack[Preparing]) -> Record:
         """Inputs for stock `model.generate`: processor outputs, with features from packages.
 
         The vision tower does not run for images seen before. The wrappers are new on each call,
         because `generate` changes those it gets.
         """
         self.runtime.require_answers()
-        call = Call.before_decoding(options, self.tenant, "inputs")
+        call = Call.before_decoding(dict(options), self.tenant, "inputs")
         with self.runtime.lock:
             self.runtime.refresh(tenant=call.tenant)
             prompt = self.runtime.render(messages, call)
@@ -371,7 +407,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         What is missing is computed. `pinned=False` makes it evictable again.
         """
         self.runtime.require_open()
-        pin(self.runtime, what, pinned, Call.before_decoding(options, self.tenant, "pin"))
+        pin(self.runtime, what, pinned, Call.before_decoding(dict(options), self.tenant, "pin"))
 
     def delete(self, what: Pictures | list[Message], **options: object) -> int:
         """Remove an image and everything computed from it, or all images of a conversation and its
@@ -380,7 +416,9 @@ class VLM(DisplayedModel, AsyncAnswers):
         Waits for the disk as long as necessary; answers go on meanwhile.
         """
         self.runtime.require_open()
-        return delete(self.runtime, what, Call.before_decoding(options, self.tenant, "delete"))
+        return delete(
+            self.runtime, what, Call.before_decoding(dict(options), self.tenant, "delete")
+        )
 
     def flush(self) -> None:
         """Return when everything remembered so far is on the disk (with a store)."""

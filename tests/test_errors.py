@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 
 import keepsight as ks
-from keepsight import errors
+from keepsight import errors, kinds
+from keepsight.core.call import CHAT_OPTIONS
+from keepsight.core.decoding.sampling import known_options
+from keepsight.core.settings import RuntimeSettings
 
 LINE = re.compile(
     r"^(?P<bars>(?:[│ ]   )*)(?:[├└]── )?(?P<name>\w+)(?: \((?P<builtin>\w+)\))?(?:  |$)"
@@ -130,3 +134,19 @@ def test_an_unknown_option_lists_those_of_its_own_call() -> None:
         for call in (vlm.ask, vlm.session().ask):
             with pytest.raises(errors.UnknownOption, match=r"vlm\.stream"):
                 call("What is it?", stream=True)
+
+
+def test_help_and_completion_show_the_options_of_a_call() -> None:
+    with ks.load("demo") as vlm:
+        chat = vlm.session()
+        answers = (vlm.ask, vlm.chat, vlm.stream, vlm.astream, vlm.achat, vlm.aask, vlm.generate)
+        for call in (*answers, chat.ask, chat.stream, chat.edit, chat.regenerate):
+            assert inspect.signature(call).parameters["max_new_tokens"].annotation == "int | None"
+        for call in (vlm.ask, chat.ask, chat.stream):
+            assert "images" in inspect.signature(call).parameters
+        loads = [inspect.signature(call).parameters for call in (ks.load, ks.wrap, ks.install)]
+        assert all(named["cache_budget"].default == "2GiB" for named in loads)
+        assert "device" in loads[0]
+    assert {one.name for one in fields(RuntimeSettings)} <= set(kinds.Wrapping.__annotations__)
+    decoding = set(kinds.Generating.__annotations__)
+    assert {"min_p", "repetition_penalty"} <= decoding <= {*known_options(), *CHAT_OPTIONS}

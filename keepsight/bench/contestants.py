@@ -20,7 +20,7 @@ from transformers.generation import BaseStreamer
 import keepsight
 from keepsight.errors import ImageError
 from keepsight.formats.package import Package
-from keepsight.kinds import Inputs, Message, Processor, Record
+from keepsight.kinds import Generating, Inputs, Message, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.models.renamed import with_cache
@@ -62,7 +62,7 @@ class Keepsight:
         start = now()
         first, tokens = 0.0, []
         report, usage = Report(), Usage()
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        options: Generating = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
         for piece in self.vlm.stream(messages, **options):
             if piece.token is not None:
                 first = first or now() - start

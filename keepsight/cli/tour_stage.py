@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from rich.console import Console, RenderableType
@@ -179,7 +179,7 @@ class Stage:
 
 
 def timed(
-    session: Session, text: str, pictures: Sequence[Path], **options: object
+    session: Session, text: str, pictures: Sequence[Path], **options: Any
 ) -> tuple[Reply, float]:
     """An answer, and the milliseconds from the question to its first token."""
     start, first = time.perf_counter(), 0.0

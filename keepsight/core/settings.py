@@ -6,14 +6,14 @@ Sizes are bytes, as a number or as in "2GiB"; times are seconds, or as in "7d".
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedModel
 from keepsight.formats.codecs import check_codec
-from keepsight.kinds import Options, Processor, Record
+from keepsight.kinds import Options, Processor, Record, Wrapping
 from keepsight.models import upstream
 from keepsight.store import Store, open_store
 from keepsight.store.addresses.write_queue import ROOM
@@ -135,15 +135,12 @@ def image_options(processor: Processor | None, given: Options) -> Record:
     return options
 
 
-_WRAP_OPTIONS = sorted(
-    [one.name for one in fields(RuntimeSettings)]
-    + ["chat_template", "remote", "store", "store_budget", "tenant"]
-)
+WRAP_DEFAULTS = {one.name: one.default for one in fields(RuntimeSettings)}
 
 
-def check_options(options: Options, where: str, more: Sequence[str] = ()) -> None:
+def check_options(options: Iterable[str], where: str, more: Sequence[str] = ()) -> None:
     """Refuse an option that neither `load` nor `wrap` has; `more` are named by the call itself."""
-    UnknownOption.refuse(options, [*more, *_WRAP_OPTIONS], where)
+    UnknownOption.refuse(options, [*more, *Wrapping.__annotations__], where)
 
 
 def check_processor(processor: object, answers: bool) -> None:

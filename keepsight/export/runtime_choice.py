@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import PIL.Image
@@ -30,7 +30,8 @@ from filelock import FileLock, Timeout
 from transformers import AutoConfig
 
 from keepsight import digests, vlm
-from keepsight.core.settings import check_options
+from keepsight.core.settings import WRAP_DEFAULTS, check_options
+from keepsight.core.signatures import shows
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -41,7 +42,7 @@ from keepsight.errors import (
 from keepsight.export.graphs import exporter
 from keepsight.export.graphs.target import size_text
 from keepsight.formats import tensorfile
-from keepsight.kinds import DeviceMap, Dtype, Options, Record
+from keepsight.kinds import DeviceMap, Dtype, Options, Record, Wrapping
 from keepsight.models import loading
 from keepsight.runtimes.manifest import Manifest, is_export, read
 from keepsight.system.words import TORCH_WEIGHTS, check_export_place, check_together
@@ -130,6 +131,7 @@ class ExportSource:
         return files
 
 
+@shows(Wrapping, **WRAP_DEFAULTS)
 def load(
     name: str | os.PathLike[str],
     *,
@@ -141,7 +143,7 @@ def load(
     revision: str | None = None,
     vision: bool = True,
     tell: Tell = logger.info,
-    **options: Any,
+    **options: Unpack[Wrapping],
 ) -> VLM:
     """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
 
@@ -161,7 +163,7 @@ def load(
     device_map = device if device_map is None else device_map
     check_together(runtime, weights)
     check_options(options, "load", tuple(load.__kwdefaults__ or ()))
-    wanted = ExportSource(name, weights, device_map, dtype, revision, vision, options, tell)
+    wanted = ExportSource(name, weights, device_map, dtype, revision, vision, dict(options), tell)
     path = loading.model_path(name)
     if is_export(path):
         _check_export(path, runtime, weights)

@@ -10,6 +10,7 @@ import copy
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, Unpack
 
 from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
@@ -18,8 +19,9 @@ from keepsight.core.in_thread import gathered, in_thread
 from keepsight.core.rendering.messages import kept_notes
 from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
+from keepsight.core.signatures import shows
 from keepsight.errors import InputError
-from keepsight.kinds import Message, Options
+from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.live import Frames
 from keepsight.media.medium import MEDIA, Pictures
@@ -48,38 +50,42 @@ class Session:
 
     # -- talking ---------------------------------------------------------------------------------
 
+    @shows(Asking)
     def ask(
         self,
         *given: Pictures | None,
-        images: Pictures | None = None,
-        question: str | None = None,
-        **options: object,
+        **options: Unpack[AskOptions],
     ) -> Reply:
         """Ask the next question: `ask("What is it?", images=[...])`, or both in either order."""
-        return Reply.of(self.stream(*given, images=images, question=question, **options))
+        return Reply.of(self.stream(*given, **options))
 
-    def stream(self, *given: Pictures | None, **options: object) -> Iterator[Piece]:
+    @shows(Asking)
+    def stream(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Iterator[Piece]:
         """Ask the next question and yield the answer piece by piece. The history grows when it is
         complete."""
-        message = user_turn(given, options)
-        return self.answer([*self.messages, self.named(message)], options)
+        left: Options = dict(options)
+        message = user_turn(given, left)
+        return self.answer([*self.messages, self.named(message)], left)
 
-    async def aask(self, *given: Pictures | None, **options: object) -> Reply:
+    @shows(Asking)
+    async def aask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
         """`ask` for programs with an event loop; cancelling the task cancels the turn."""
         return await gathered(self.astream(*given, **options))
 
+    @shows(Asking)
     async def astream(
-        self, *given: Pictures | None, **options: object
+        self, *given: Pictures | None, **options: Unpack[AskOptions]
     ) -> AsyncGenerator[Piece, None]:
         """`stream` for `async for`; each turn runs in a thread, one at a time."""
-        message = user_turn(given, options)
+        left: Options = dict(options)
+        message = user_turn(given, left)
         if self._awaited:
             raise InputError("this session is already answering; await that, or ask a fork()")
         asked: list[Message] = []
 
         def answer() -> Iterator[Piece]:
             asked.extend([*self.messages, self.named(message)])
-            return self._pieces(asked, options)
+            return self._pieces(asked, left)
 
         self._awaited, text = True, ""
         try:
@@ -92,9 +98,8 @@ class Session:
         finally:
             self._awaited = False
 
-    def edit(
-        self, turn: int, text: str, images: Pictures | None = None, **options: object
-    ) -> Reply:
+    @shows(Asking)
+    def edit(self, turn: int, text: str, images: Pictures | None = None, **options: Any) -> Reply:
         """Replace user turn `turn` (0 is the first) by another question; later turns are dropped.
 
         Without `images`, `videos` or `audio` the turn keeps those that it has.
@@ -113,12 +118,13 @@ class Session:
             self.messages = before
             raise
 
-    def regenerate(self, **options: object) -> Reply:
+    @shows(Answering)
+    def regenerate(self, **options: Unpack[Generating]) -> Reply:
         """Answer the last user turn again."""
         spot = self._user_turn(-1)
         before = self.messages
         try:
-            return Reply.of(self.answer(self.messages[: spot + 1], options))
+            return Reply.of(self.answer(self.messages[: spot + 1], dict(options)))
         except BaseException:
             self.messages = before
             raise
