@@ -270,7 +270,7 @@ def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) 
     for number in range(100):
         tally.count(f"tenant {number}", "hits")
         tally.count("", "hits")
-    assert len(tally.counts) == 10 and tally.counts[""]["hits"] == 100
+    assert len(tally.counts._of) == 10 and tally.counts.of("")["hits"] == 100
 
 
 @pytest.mark.parametrize("budget", [600_000, 2_000_000, 5_000_000])
