@@ -61,9 +61,11 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
             shared = len(set(firsts)) < len(firsts)
             promises.hear(killed(child, out, chance.random() * 0.5), shared)
         store = DiskStore(root, budget)
-        # Killed between a state and its snapshot: a missing base is all that can be wrong.
+        # Killed between a state and its snapshot, its base is missing. Killed after it removed a
+        # file that another had just entered again, a row is left.
+        allowed = ("which is absent", "there is no such file")[:processes]
         found = store.check(repair=True)
-        assert all("which is absent" in line for line in found), found
+        assert all(any(part in line for part in allowed) for line in found), found
         assert store.check() == [], turn
         promises.expect(store, budget is None)
         if budget is not None:
