@@ -61,6 +61,11 @@ def refused(*words: str) -> str:
     return result.stderr
 
 
+def listed(*words: str) -> list[dict[str, Any]]:
+    shown = run("cache", "list", "--json", *words).stdout
+    return [json.loads(line) for line in shown.splitlines()]
+
+
 def last_json(text: str) -> Any:
     return json.loads(text.strip().splitlines()[-1])
 
@@ -579,7 +584,7 @@ def test_cache_commands_look_after_a_store(folder: Path, monkeypatch: pytest.Mon
     assert {row["model"] for row in listed} == {"qwen3_vl"}
     assert sum(row["bytes"] for row in listed) == told["kinds"]["package"]["bytes"]
     assert "0 damaged" in run("cache", "check", "--store", "memory").stdout
-    assert "12 tokens" in run("cache", "list", "--store", "memory").stdout
+    assert "12 tokens" in run("cache", "list", "--all", "--store", "memory").stdout
     monkeypatch.setenv("KEEPSIGHT_STORE", "memory")
     run("cache", "gc", "--budget", str(told["bytes"] // 2))
     rest = last_json(run("cache", "stats", "--json").stdout)["bytes"]
@@ -597,14 +602,15 @@ def test_cache_list_names_the_files_that_pictures_came_from(folder: Path) -> Non
     run("ask", "secret/cat.png", "b.png", "Hello!", "--store", "memory")
     written = b"".join(p.read_bytes() for p in Path("memory").rglob("*") if p.is_file())
     assert b"cat.png" in written and b"secret" not in written
-    listed = run("cache", "list", "--store", "memory", "--json").stdout
+    listed = run("cache", "list", "--all", "--store", "memory", "--json").stdout
     rows = [json.loads(line) for line in listed.splitlines()]
     packages = [row for row in rows if row["kind"] == "package"]
+    where = ("--store", "memory")
     assert sorted(row["files"] for row in packages) == [["b.png"], ["cat.png"]]
     assert any(row.get("files") for row in rows if row["kind"] == "snapshot")
-    assert "cat.png, qwen3_vl, 9 tokens" in run("cache", "list", "--store", "memory").stdout
+    assert "cat.png, qwen3_vl, 9 tokens" in run("cache", "list", "--all", *where).stdout
     key = next(row["key"] for row in packages if row["files"] == ["cat.png"])
-    assert "cat.png" in run("cache", "explain", f"package/{key}", "--store", "memory").stdout
+    assert "cat.png" in run("cache", "explain", f"package/{key}", *where).stdout
     with ks.load("demo", store="memory") as vlm:
         assert vlm.ask("b.png", "Hello!").usage.images_encoded == 0
 
@@ -635,7 +641,7 @@ def test_cache_explains_pins_and_deletes_an_entry(
 ) -> None:
     run("ask", "a.png", "Hello!", "--store", "memory")
     monkeypatch.setenv("KEEPSIGHT_STORE", "memory")
-    rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    rows = listed("--all")
     key = next(row["key"] for row in rows if row["kind"] == "package")
     told = last_json(run("cache", "explain", f"package/{key[:20]}", "--json").stdout)
     assert told["key"] == key and told["tokens"] in (9, 12) and told["tier"] == "disk"
@@ -643,14 +649,48 @@ def test_cache_explains_pins_and_deletes_an_entry(
     assert "the features of one medium" in shown and "when a budget is exceeded" in shown
     run("cache", "pin", f"package/{key}")
     run("cache", "gc", "--budget", "0")
-    left = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    left = listed("--all")
     assert [(row["key"], row["pinned"]) for row in left] == [(key, True)]
     assert "never by itself" in run("cache", "explain", key).stdout
     run("cache", "unpin", key)
     assert "B freed" in run("cache", "delete", key).stdout
     assert last_json(run("cache", "stats", "--json").stdout)["bytes"] == 0
     assert "no such entry" in refused("cache", "explain", key)
-    assert "delete what?" in refused("cache", "delete")
+
+
+def test_cache_lists_pictures_and_takes_their_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSIGHT_STORE", "memory")
+    run("encode", "a.png", "b.png", "--to", "memory")
+    said = run("ask", "a.png", "b.png", "Hello!")
+    assert "not encoded again: image 1, image 2" in said.stderr
+    assert "store" not in run("ask", "Hello!").stderr
+    run("ask", "b.png", "Hello!", "--tenant", "ada")
+    rows = listed()
+    of_all = [row for row in rows if not row["tenant"]]
+    assert sorted((row["files"], row["tokens"]) for row in of_all) == [
+        (["a.png"], [9]),
+        (["b.png"], [12]),
+    ]
+    assert all(row["where"] == ["disk"] and row["bytes"] > 0 for row in rows) and len(rows) == 3
+    shown = run("cache", "list").stdout.splitlines()
+    assert " ".join(shown[0].split()) == "picture key tenant size tokens last use where"
+    assert len(shown) == 4 and all(row["key"][:16] in "".join(shown) for row in rows)
+    key = next(row["key"] for row in rows if row["files"] == ["a.png"])
+    assert "a.png" in run("cache", "explain", key[:16]).stdout
+    run("cache", "pin", "a.png")
+    run("cache", "delete", "a.png", given="n\n", code=1)
+    run("cache", "delete", "a.png", "--yes")
+    assert key not in run("cache", "list", "--all", "--json").stdout
+    Path("more").mkdir()
+    PIL.Image.new("RGB", (64, 64)).save("more/b.png")
+    run("encode", "more/b.png", "--to", "memory")
+    told = refused("cache", "delete", "b.png")
+    assert "may be any of 2" in told and all(row["key"][:16] in told for row in listed())
+    for key in {row["key"] for row in listed()}:
+        run("cache", "delete", key[:16])  # every tenant's
+    assert listed() == [] and "no such entry" in refused("cache", "delete", "b.png")
 
 
 def test_cache_looks_after_one_tenant(folder: Path) -> None:
@@ -689,9 +729,9 @@ def test_cache_commands_see_all_tenants(
     assert told["bytes"] == sum(of["bytes"] for of in told["tenants"].values()) > 0
     shown = run("cache", "stats").stdout
     assert one[:16] in shown and "(default)" in shown
-    rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    rows = listed("--all")
     assert sorted(row["tenant"] for row in rows) == sorted(["", one, one, two, two, two])
-    assert one[:16] in run("cache", "list").stdout
+    assert one[:16] in run("cache", "list", "--all").stdout
     part = last_json(run("cache", "stats", "--json", "--tenant", one[:8]).stdout)
     assert part["entries"] == 2 and list(part["tenants"]) == [one]
     assert "0 damaged" in run("cache", "check").stdout
@@ -704,7 +744,7 @@ def test_cache_commands_see_all_tenants(
     told = last_json(run("cache", "stats", "--json").stdout)
     assert {name: of["entries"] for name, of in told["tenants"].items()} == {"": 1, one: 2}
     run("cache", "gc", "--budget", "0")
-    rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    rows = listed("--all")
     assert [(row["key"], row["pinned"]) for row in rows] == [(key, True)]
     run("cache", "delete", key, "--yes")
     assert last_json(run("cache", "stats", "--json").stdout)["entries"] == 0

@@ -206,7 +206,7 @@ def test_what_is_pinned_is_removed_only_when_somebody_says_so(tmp_path: Path) ->
         vlm.encode(Image.new("RGB", (64, 64)))
         vlm.encode(Image.new("RGB", (64, 96)))
         vlm.flush()
-    lines = said("cache", "list", "--store", str(tmp_path), "--json")[1].splitlines()
+    lines = said("cache", "list", "--all", "--store", str(tmp_path), "--json")[1].splitlines()
     listed = [json.loads(line) for line in lines]
     pinned, other = (e["key"] for e in listed if e["kind"] == "package")
     assert said("cache", "pin", pinned, "--store", str(tmp_path))[0] == 0
@@ -245,7 +245,7 @@ REFUSED = {
     ("encode", "p.png", "--to", "shut"): "shut cannot be a store: shut cannot be written",
     ("encode", "none", "--to", "store"): "none: there is no such file or folder",
     ("encode", "notes.md", "--to", "store"): "notes.md: not a picture; expected images, PDFs",
-    ("cache", "delete", "nope", "--store", "shut"): "'nope' names no entry; give KEY or KIND/KEY",
+    ("cache", "delete", "package/nope", "--store", "shut"): "'package/nope' names no entry",
     ("cache", "pin", "package/0x12", "--store", "shut"): "'package/0x12' names no entry",
     ("cache", "list", "--store", "notes.txt"): "notes.txt cannot be a store: it is a file",
     ("chat", "demo", "--store", "gs://some/where"): "gcsfs is not installed",

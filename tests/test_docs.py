@@ -229,4 +229,4 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
             done = CliRunner().invoke(app, words[1:])
             assert done.exit_code == 0, (words, done.output)
             said[words[1]] = done.output
-    assert list(said) == ["ask", "encode", "cache"] and "package" in said["cache"]
+    assert list(said) == ["ask", "encode", "cache"] and "picture.png" in said["cache"]

@@ -54,6 +54,7 @@ from keepsight.errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from keepsight.report import Report
 
 app = typer.Typer(
     cls=ErrorsByName,
@@ -164,8 +165,18 @@ def ask(
             out.out(plain(piece.text), end="", highlight=False)
             if piece.report is not None:
                 out.print()
+                _tell_of_store(piece.report)
                 if report:
                     out.print(report_table(piece.report))
+
+
+def _tell_of_store(report: Report) -> None:
+    """Say which pictures were not encoded, because the store has them."""
+    stored = ("disk", "remote")
+    media = [s for s in report.segments if s.medium is not None]
+    names = dict.fromkeys(s.name for s in media if s.features in stored or s.tier in stored)
+    if names:
+        typer.echo(f"from the store, not encoded again: {', '.join(names)}", err=True)
 
 
 def _question(words: list[str], images: list[str], prompt: str | None) -> tuple[list[str], str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,13 @@ Tenant = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
-Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; a unique start of the key is enough.")]
+Named = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A picture's file or key, or KIND/KEY of any entry; a start of a key is enough.",
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 _TENANTS = 20  # largest entries in a table
 _SHOWN = 5  # largest and most useful entries, and dependents of an entry
@@ -119,15 +126,76 @@ def _show_totals(stats: Record) -> None:
 
 
 @app.command("list")
-def list_entries(
+def list_pictures(
     store: Store = "",
-    kind: Annotated[str | None, typer.Option(help="Only this kind, for example package.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="List every entry instead.")] = False,
+    kind: Annotated[
+        str | None, typer.Option(help="List the entries of this kind instead, such as package.")
+    ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """List every entry: kind, size, age, tenant, the files that its pictures came from, and of
-    packages the model and the tokens."""
+    """List the pictures: the files that they came from, their keys, and the size, the tokens, the
+    last use and the place of their features. `delete`, `explain` and `pin` take these names."""
     opened = _open(store, tenant)
+    if every or kind is not None:
+        _list_entries(opened, kind, as_json)
+        return
+    from keepsight.cli.entry_about import about_entry
+
+    pictures = sorted(_pictures(opened), key=lambda picture: -picture.used)
+    whose = ["tenant"] if any(picture.tenant for picture in pictures) else []
+    names = ("picture", "key", *whose, "size", "tokens", "last use", "where")
+    shown = table(*names, right=("size", "tokens", "last use"))
+    for it in pictures:
+        views = [(opened.view(package), package) for package in it.packages]
+        abouts = [about_entry(view, package, {}) for view, package in views]
+        tokens = list(dict.fromkeys(about["tokens"] for about in abouts if "tokens" in about))
+        tiers = (view.tier(package.kind, package.key) for view, package in views)
+        where = list(dict.fromkeys(tier for tier in tiers if tier is not None))
+        nbytes, age = sum(package.nbytes for package in it.packages), time.time() - it.used
+        if as_json:
+            record: Record = {"key": it.key, "files": list(it.files), "tenant": it.tenant}
+            record |= {"bytes": nbytes, "tokens": tokens, "age_s": round(age, 1), "where": where}
+            json_line(record)
+            continue
+        cells = [plain(", ".join(it.files)), it.key[:16], *(_short(it.tenant) for _ in whose)]
+        cells += [bytes_text(nbytes), ", ".join(map(str, tokens)), f"{age_text(age)} ago"]
+        shown.add_row(*cells, ", ".join(where))
+    if not as_json:
+        console().print(shown)
+
+
+@dataclass
+class _Picture:
+    """What a store has of one image key, for one tenant."""
+
+    key: str
+    tenant: str
+    files: tuple[str, ...]
+    used: float = 0.0  # when anything that was made of it was last used
+    packages: list[Entry] = field(default_factory=list)
+
+
+def _pictures(store: AllTenants) -> list[_Picture]:
+    from keepsight.cli.entry_about import files_of_media
+
+    entries = list(store.entries())
+    files = files_of_media(store, entries)
+    found: dict[tuple[str, str], _Picture] = {}
+    for entry in entries:
+        for key in entry.media:
+            image = (entry.tenant, key)
+            it = found.setdefault(image, _Picture(key, entry.tenant, files.get(image, ())))
+            it.used = max(it.used, entry.used)
+            if entry.kind == "package":
+                it.packages.append(entry)
+    return list(found.values())
+
+
+def _list_entries(opened: AllTenants, kind: str | None, as_json: bool) -> None:
+    """List entries: kind, size, age, tenant, the files that their pictures came from, and of
+    packages the model and the tokens."""
     from keepsight.cli.entry_about import about_entry, about_text, files_of_media
 
     rows = sorted(opened.entries(), key=lambda entry: (entry.kind, -entry.used))
@@ -163,33 +231,56 @@ def _plain(entry: Entry) -> Record:
     return record
 
 
-def _parse_name(named: str) -> tuple[str, str]:
-    """Kind and key of KIND/KEY; the kind is empty if left out."""
+def _parse_name(named: str) -> tuple[str, str] | None:
+    """Kind and key of KIND/KEY, the kind empty if left out; None for what may be a file's name."""
     kind, _, key = named.rpartition("/")
-    if not re.fullmatch("[0-9a-f]{1,64}", key):
-        raise InputError(
-            f"{named!r} names no entry; give KEY or KIND/KEY, where KEY is up to 64 digits of 0-9 "
-            "and a-f; `keepsight cache list` shows all"
+    if re.fullmatch("[0-9a-f]{1,64}", key):
+        return kind, key
+    if named and "/" not in named:
+        return None
+    raise InputError(
+        f"{named!r} names no entry; KEY of KIND/KEY is up to 64 digits of 0-9 and a-f; "
+        "`keepsight cache list --all` shows all"
+    )
+
+
+def _meant(store: AllTenants, named: str) -> tuple[dict[str, _Picture], list[Entry]]:
+    """The pictures, by key, and the entries that a name may refer to."""
+    kind, key = _parse_name(named) or ("", "")
+    entries = [e for e in store.entries() if key and e.key.startswith(key) and kind in ("", e.kind)]
+    pictures = {
+        it.key: it
+        for it in _pictures(store)
+        if named in map(plain, it.files) or (named == key and it.key.startswith(key))
+    }
+    return pictures, entries
+
+
+def _unclear(named: str, names: list[str]) -> InputError:
+    """Why a name is refused that refers to none or to several."""
+    if not names:
+        return InputError(
+            f"{named}: the store has no such entry; `keepsight cache list` shows the pictures, and "
+            "with --all everything"
         )
-    return kind, key
+    shown = ", ".join(names[:_SHOWN])
+    return InputError(
+        f"{named} may be any of {len(names)}: {shown}; write more of a key, or name a --tenant"
+    )
+
+
+def _spelled(entry: Entry) -> str:
+    whose = f" of tenant {_short(entry.tenant)}" if entry.tenant else ""
+    return f"{entry.kind}/{entry.key[:16]}{whose}"
 
 
 def _find(store: AllTenants, named: str) -> Entry:
-    """The one entry that a name refers to."""
-    kind, key = _parse_name(named)
-    found = [e for e in store.entries() if e.key.startswith(key) and kind in ("", e.kind)]
-    if not found:
-        raise InputError(f"{named}: the store has no such entry; `keepsight cache list` shows all")
-    if len(found) > 1:
-        names = ", ".join(
-            f"{e.kind}/{e.key[:16]}" + (f" of tenant {_short(e.tenant)}" if e.tenant else "")
-            for e in found[:_SHOWN]
-        )
-        raise InputError(
-            f"{named} may be any of {len(found)} entries: {names}; write more of it, or name "
-            "a --tenant"
-        )
-    return found[0]
+    """The one entry that a name refers to; a picture's name means its features."""
+    pictures, entries = _meant(store, named)
+    entries += [p for it in pictures.values() for p in it.packages if p not in entries]
+    if len(entries) != 1:
+        raise _unclear(named, [_spelled(entry) for entry in entries])
+    return entries[0]
 
 
 @app.command()
@@ -288,28 +379,22 @@ def _pin(store: AllTenants, named: str, pinned: bool) -> None:
 
 
 @app.command()
-def delete(
-    entry: Annotated[str | None, typer.Argument(help="KEY or KIND/KEY.")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Key of an image: remove all that was made of it.")
-    ] = None,
-    store: Store = "",
-    tenant: Tenant = None,
-    yes: Yes = False,
-) -> None:
-    """Remove an entry and all that depends on it, or all that was made of an image; from every
+def delete(entry: Named, store: Store = "", tenant: Tenant = None, yes: Yes = False) -> None:
+    """Remove all that was made of a picture, or an entry and all that depends on it; from every
     tier. Asks first if anything of it is pinned."""
-    if (entry is None) == (image is None):
-        raise InputError("delete what? give an ENTRY, or --image KEY")
-    opened = _open(store, tenant, image if entry is None else entry)
-    if image is not None:
-        _ask_about_pins([e for e in opened.entries() if image in e.media], yes)
-        console().print(f"{bytes_text(opened.delete_media(image))} freed")
-        return
-    it = _find(opened, entry or "")
-    others = list(opened.view(it).entries())
-    _ask_about_pins([e for e in others if e == it or (it.kind, it.key) in _bases(others, e)], yes)
-    console().print(f"{bytes_text(opened.view(it).delete(it.kind, it.key))} freed")
+    opened = _open(store, tenant, entry)
+    pictures, found = _meant(opened, entry)
+    if len(pictures) + len(found) != 1:
+        names = [f"{it.key[:16]} ({', '.join(it.files)})" for it in pictures.values()]
+        raise _unclear(entry, [*names, *map(_spelled, found)])
+    for key in pictures:
+        _ask_about_pins([e for e in opened.entries() if key in e.media], yes)
+        console().print(f"{bytes_text(opened.delete_media(key))} freed")
+    for it in found:
+        others = list(opened.view(it).entries())
+        upon = [e for e in others if e == it or (it.kind, it.key) in _bases(others, e)]
+        _ask_about_pins(upon, yes)
+        console().print(f"{bytes_text(opened.view(it).delete(it.kind, it.key))} freed")
 
 
 def _ask_about_pins(going: list[Entry], yes: bool) -> None:
