@@ -323,6 +323,14 @@ def test_ask_in_a_process_of_its_own(made: Any, home: Path, expected: str) -> No
     assert (process.returncode, output, errors) == (0, f"{expected}\n", "")
 
 
+def test_ask_makes_an_export_without_the_words_of_exporters(home: Path, expected: str) -> None:
+    process = keepsight(home, "ask", "a.png", QUESTION, "--runtime", "onnx", "--store", "memory")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (0, f"{expected}\n"), errors
+    ours = r"running in|this takes|loading the|tracing the|comparing with|giving it|exported for"
+    assert [line for line in errors.splitlines() if not re.match(ours, line)] == []
+
+
 def test_verify_in_a_process_of_its_own(made: Any, home: Path) -> None:
     process = keepsight(home, "verify", "made", "--json", "--image", "a.png", "--grain", "16")
     output, errors = process.communicate(timeout=120)

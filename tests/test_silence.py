@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging as stdlib_logging
 import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import utils as hub
 from transformers.utils import logging
 
@@ -45,6 +47,19 @@ def test_bars_are_as_before(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         logging.enable_progress_bar() if before[0] else logging.disable_progress_bar()
         hub.disable_progress_bars() if before[1] else hub.enable_progress_bars()
+
+
+def test_exporters_say_errors_only_and_settings_are_as_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = torch.onnx.export
+    with pytest.raises(KeyError), silence.without_exporters_notes():
+        caplog.clear()
+        stdlib_logging.getLogger("torch.onnx").warning("a note")
+        stdlib_logging.getLogger("torch.onnx").error("an error")
+        raise KeyError
+    assert caplog.messages == ["an error"]
+    assert torch.onnx.export is before and stdlib_logging.root.manager.disable == 0
 
 
 def test_a_name_on_a_hub_shows_its_bar(tmp_path: Path) -> None:

@@ -1,19 +1,14 @@
 """The `export` command, and the description of an exported folder for `show`.
 
-All work on models is in `keepsight.export`. Exporters print a lot; their output is held back unless
-the user asks for it.
+All work on models is in `keepsight.export`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import shlex
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,10 +62,15 @@ def export(
     _check_new(to)
     name = one_model(named, model)
     err = console(stderr=True)
-    err.file = sys.stderr  # the current stderr: output held back below goes elsewhere
     start = time.perf_counter()
-    with _ending_tidily() as go_on, contextlib.nullcontext() if verbose else _quiet():
+    with _ending_tidily() as go_on:
+        from transformers import logging
+
         from keepsight.export.graphs.exporter import export as make
+
+        if not verbose:
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
 
         def tell(line: str) -> None:
             go_on()
@@ -83,6 +83,7 @@ def export(
             quantised=quantised,
             max_patches=max_patches,
             revision=revision,
+            verbose=verbose,
             tell=tell,
         )
     summary = _describe(to, manifest) | {"seconds": round(time.perf_counter() - start, 1)}
@@ -100,21 +101,6 @@ def _check_new(to: Path) -> None:
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"{to} cannot be written: {why}; name another folder with --to") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hold back warnings, logs and prints of libraries."""
-    nothing = io.StringIO()
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
-                yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager

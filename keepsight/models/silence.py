@@ -6,14 +6,20 @@ somebody whose layers run by ours. Settings of the user are as before afterwards
 
 from __future__ import annotations
 
+import functools
+import logging as stdlib_logging
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from transformers import logging
 
 _SMALL = 1 << 30  # bytes of weights that are read within a second or two
+_EXPORTING = threading.Lock()
 
 
 @contextmanager
@@ -25,6 +31,22 @@ def without_notes() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+@contextmanager
+def without_exporters_notes() -> Iterator[None]:
+    """Let exporters log errors only. One thread at a time: settings of the whole process change."""
+    with _EXPORTING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export, disabled = torch.onnx.export, stdlib_logging.root.manager.disable
+        stdlib_logging.disable(max(disabled, stdlib_logging.WARNING))
+        # Transformers does not pass `verbose`, without which every step is printed.
+        setattr(torch.onnx, "export", functools.partial(export, verbose=False))  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.onnx, "export", export)  # noqa: B010
+            stdlib_logging.disable(disabled)
 
 
 @contextmanager

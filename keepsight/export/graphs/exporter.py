@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from keepsight.export.graphs.parts import Decoder, Embedding, GraphPart, OutputH
 from keepsight.export.graphs.target import ExportFolder, check_room, size_text
 from keepsight.export.graphs.towers import tower_of
 from keepsight.kinds import Record
-from keepsight.models import loading
+from keepsight.models import loading, silence
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import GRAPHS, Manifest, files_in, is_export, unfinished
 from keepsight.runtimes.states import KINDS
@@ -64,11 +64,13 @@ def export(
     quantised: str | None = None,
     max_patches: int | None = None,
     revision: str | None = None,
+    verbose: bool = False,
     tell: Tell = lambda line: None,
 ) -> Manifest:
     """Export a checkpoint by name into a new folder; return the facts about the export.
 
-    `max_patches` limits one picture, if pictures may have any size (default: 16,384).
+    `max_patches` limits one picture, if pictures may have any size (default: 16,384). `verbose`
+    lets the exporters say more than errors.
     """
     _check_words(runtime, quantised, max_patches)
     target = ExportFolder(to)
@@ -89,7 +91,7 @@ def export(
             _copy_settings(vlm, path, revision, folder)
             try:
                 with torch.inference_mode(False):  # no tracer works in inference mode
-                    manifest = _write(vlm, folder, runtime, quantised, max_patches, tell)
+                    manifest = _write(vlm, folder, runtime, quantised, max_patches, verbose, tell)
             except MemoryError as error:
                 raise ModelError(f"the memory is full; {_takes(needed)}") from error
         tell("giving it its name")
@@ -179,8 +181,10 @@ def _write(
     runtime: str,
     quantised: str | None,
     max_patches: int | None,
+    verbose: bool,
     tell: Tell,
 ) -> Manifest:
+    quiet = nullcontext if verbose else silence.without_exporters_notes
     family = vlm.runtime.family
     appends = runtime == "onnx"
     parts = {
@@ -193,10 +197,12 @@ def _write(
         tell(f"tracing the {name}")
         path = folder / GRAPHS / name
         with _named(path, vlm.model.config.model_type):
-            _write_part(vlm, runtime, path, part)
+            with quiet():
+                _write_part(vlm, runtime, path, part)
             if quantised is not None and name in quantise.PARTS:
                 tell(f"quantising the {name}")
-                quantise.quantise(runtime, path, quantised)
+                with quiet():
+                    quantise.quantise(runtime, path, quantised)
     most = max_patches or MAX_PATCHES
     manifest = Manifest(
         runtime=runtime,
