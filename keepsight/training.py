@@ -43,6 +43,7 @@ from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.models.renamed import EncoderOutput
 from keepsight.prefix.prompt import Prompt
 from keepsight.store import Store, open_store
+from keepsight.system.places import expanded
 from keepsight.vlm import VLM
 
 IGNORED = -100  # ignored by Transformers' losses
@@ -199,7 +200,7 @@ class PackageIndex:
         index = cls()
         if folder is None:
             return index
-        root = Path(folder).expanduser()
+        root = expanded(folder)
         if not root.is_dir():
             raise InputError(f"packages={os.fspath(folder)!r} is no folder")
         for path in sorted(root.rglob("*.sight")):

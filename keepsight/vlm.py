@@ -69,6 +69,7 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
+from keepsight.system.places import expanded
 
 
 def load(
@@ -290,7 +291,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         their origin; `accept_features="same"` refuses those that this model would make differently.
         """
         self.runtime.require_answers()
-        return Session.load(self.runtime, Path(path), self._whose(tenant), accept_features)
+        return Session.load(self.runtime, expanded(path), self._whose(tenant), accept_features)
 
     @shows(Preparing)
     def prefix(self, messages: list[Message] | str | Path, **options: Unpack[Preparing]) -> Prefix:
@@ -298,7 +299,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         self.runtime.require_answers()
         call = Call.before_decoding(dict(options), self.tenant, "prefix")
         if isinstance(messages, str | Path):
-            file = Session.load(self.runtime, Path(messages), call.tenant)
+            file = Session.load(self.runtime, expanded(messages), call.tenant)
             return Prefix(self.runtime, file, call)
         return Prefix(self.runtime, Session(self.runtime, tenant=call.tenant), call, messages)
 

@@ -249,6 +249,12 @@ REFUSED = {
     ("cache", "pin", "package/0x12", "--store", "shut"): "'package/0x12' names no entry",
     ("cache", "list", "--store", "notes.txt"): "notes.txt cannot be a store: it is a file",
     ("chat", "demo", "--store", "gs://some/where"): "gcsfs is not installed",
+    ("ask", "p.png", "What?", "--store", "~nobody-here/s"): "no home folder that ~ stands for",
+    ("ask", "p.png", "What?", "--model", "~nobody-here/m"): "no home folder that ~ stands for",
+    ("show", "~nobody-here/p.sight"): "no home folder that ~ stands for",
+    ("encode", "p.png", "--to", "~nobody-here"): "no home folder that ~ stands for",
+    ("cache", "list", "--store", "~nobody-here/s"): "no home folder that ~ stands for",
+    ("export", "demo", "--to", "~nobody-here/x"): "no home folder that ~ stands for",
 }
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 import keepsight as ks
@@ -150,3 +151,27 @@ def test_help_and_completion_show_the_options_of_a_call() -> None:
     assert {one.name for one in fields(RuntimeSettings)} <= set(kinds.Wrapping.__annotations__)
     decoding = set(kinds.Generating.__annotations__)
     assert {"min_p", "repetition_penalty"} <= decoding <= {*known_options(), *CHAT_OPTIONS}
+
+
+def test_a_tilde_is_the_home_folder_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with ks.load("demo") as vlm:
+        session, package = vlm.session(), vlm.encode(PIL.Image.new("RGB", (64, 64)))
+        session.ask("Hello!", max_tokens=2)
+        assert session.save("~/talk.keep") == tmp_path / "talk.keep"
+        assert vlm.resume("~/talk.keep").messages == session.messages
+        assert package.save("~/cat.sight") == tmp_path / "cat.sight"
+        assert ks.Package.load("~/cat.sight").key == package.key
+        for call in (
+            lambda: session.save("~nobody-here/talk.keep"),
+            lambda: vlm.resume("~nobody-here/talk.keep"),
+            lambda: package.save("~nobody-here/cat.sight"),
+            lambda: ks.load("demo", store="~nobody-here/store"),
+        ):
+            with pytest.raises(errors.InputError, match="no home folder that ~ stands for"):
+                call()
+    assert not list(Path().iterdir())

@@ -50,6 +50,7 @@ from keepsight.cli.options import (
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
 from keepsight.cli.tour_page import check_page
 from keepsight.errors import InputError
+from keepsight.system.places import expanded
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,7 +104,7 @@ def demo(
     ] = None,
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
-    if out.expanduser().is_file():
+    if expanded(out).is_file():
         raise InputError(f"--out {out} cannot be written: it is a file; name a folder")
     if save is not None:
         check_page(save)
@@ -219,7 +220,7 @@ def chat(
     check_images(image or [])
     name = one_model(named, model)
     folder = store if store and "://" not in store else None  # an address has no lines typed here
-    history = Path(folder).expanduser() / "chat-history" if folder else None
+    history = expanded(folder) / "chat-history" if folder else None
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
@@ -252,20 +253,20 @@ def show(
 ) -> None:
     """Describe a package, a saved session or an export, and check it for damage; for a store, print
     what `keepsight cache stats` prints."""
-    if not file.expanduser().exists():
+    if not expanded(file).exists():
         raise InputError(f"{file}: cannot be read: No such file or directory")
-    if (file.expanduser() / "store.json").is_file():
+    if (expanded(file) / "store.json").is_file():
         cache.stats(str(file), None, as_json)
         return
-    check_shown(file.expanduser())
+    check_shown(expanded(file))
     room: ModuleType = export
     with loading_line("PyTorch"):
         from keepsight.runtimes.load import is_export
 
-        if not is_export(file.expanduser()):
+        if not is_export(expanded(file)):
             from keepsight.cli import show as room
 
-    described = room.describe(file.expanduser())
+    described = room.describe(expanded(file))
     if as_json:
         json_line(described)
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +16,7 @@ import typer
 from keepsight.cli.terminal import age_text, console, json_line, plain, table
 from keepsight.errors import InputError, StoreError
 from keepsight.kinds import Record
-from keepsight.system.places import check_store_folder
+from keepsight.system.places import check_store_folder, expanded
 from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
     if not address:
         raise InputError("which store? give --store FOLDER, or set KEEPSIGHT_STORE")
     check_store_folder(address)
-    if "://" not in address and not Path(address).expanduser().is_dir():
-        raise StoreError(f"{Path(address).expanduser()}: there is no such folder")
+    if "://" not in address and not expanded(address).is_dir():
+        raise StoreError(f"{expanded(address)}: there is no such folder")
     from keepsight.store import open_store
     from keepsight.store.folders.all_tenants import AllTenants
 

@@ -7,7 +7,6 @@ come through a pipe; then they are echoed, so that the output reads like a conve
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -322,14 +321,14 @@ class Shell:
         """/save FILE      the conversation, its pictures and its memory, in one file"""
         if not name:
             raise InputError("/save needs a file name, for example: /save talk.keep")
-        path = self.session.save(os.path.expanduser(name))
+        path = self.session.save(name)
         self._say(f"saved to {path}")
 
     def load(self, name: str) -> None:
         """/load FILE      go on with a saved conversation"""
         if not name:
             raise InputError("/load needs a file name, for example: /load talk.keep")
-        session = self.vlm.resume(os.path.expanduser(name))
+        session = self.vlm.resume(name)
         self._switch(session)
         for note in session.notes:
             self._say(f"note: {note}")

@@ -43,7 +43,7 @@ from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Record
 from keepsight.system import private_files
-from keepsight.system.places import check_store_writable
+from keepsight.system.places import check_store_writable, expanded
 from keepsight.system.words import check_codec, check_dpi, parse_shard
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _model_and_sources(words: list[str], option: str | None) -> tuple[str, list[
 
 def _is_there(name: str) -> bool:
     """Whether something of that name can be a source."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return holds_pictures(path) if name in DEMO_NAMES else os.path.lexists(path)
 
 

@@ -19,7 +19,7 @@ from keepsight.cli.options import Json, Named, one_model
 from keepsight.cli.terminal import console, json_line, plain, table
 from keepsight.errors import InputError
 from keepsight.kinds import Record
-from keepsight.system.places import check_new_folder
+from keepsight.system.places import check_new_folder, expanded
 from keepsight.system.units import bytes_text
 from keepsight.system.words import check_export_words
 
@@ -97,7 +97,7 @@ def export(
 
 def _check_new(to: Path) -> None:
     try:
-        check_new_folder(to.expanduser())
+        check_new_folder(expanded(to))
     except OSError as error:
         why = error.strerror or error
         raise InputError(f"{to} cannot be written: {why}; name another folder with --to") from error

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 
 from keepsight.cli.terminal import console, plain
+from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
 
 _LOOK = 1.0  # seconds between two checks of the Hub's cache
@@ -62,7 +63,7 @@ class LoadingLine:
 
 def hub_folder(name: str) -> Path | None:
     """The folder of a model in the Hub's cache; None if the name is no hub id."""
-    if "/" not in name or Path(name).expanduser().exists():
+    if "/" not in name or expanded(name).exists():
         return None
     from huggingface_hub import constants  # start-up time: a folder needs no Hub
 

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from keepsight.errors import InputError
+from keepsight.system.places import expanded
 
 DEMO_NAMES = ("demo", "demo-hybrid")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,7 +22,7 @@ def check_model(name: str) -> None:
     """Accept demo models, folders with a configuration, and possible hub ids."""
     if name in DEMO_NAMES:
         return
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.is_dir():
         if not any(folder.glob("*.json")):
             raise InputError(f"{name}: the folder holds no model: it has no config.json")

@@ -20,7 +20,7 @@ from keepsight.cli.model_names import DEMO_NAMES, check_model, may_be_hub_id
 from keepsight.errors import ImageError, InputError, NotKeepsightFile, UnsupportedInput
 from keepsight.kinds import Options, Record
 from keepsight.system.optional import optional
-from keepsight.system.places import check_device, check_store_writable
+from keepsight.system.places import check_device, check_store_writable, expanded
 from keepsight.system.words import (
     check_dtype,
     check_export_place,
@@ -139,7 +139,7 @@ def model_first(
     """
     if len(words) + alone < 2:
         return None, words
-    first = Path(words[0]).expanduser()
+    first = expanded(words[0])
     demo = words[0] in DEMO_NAMES and not holds_pictures(first)
     hub = option is None and may_be_hub_id(words[0]) and not _LOOKED_AT.fullmatch(words[0])
     is_model = demo or hub or _holds_model(first)
@@ -200,7 +200,7 @@ def _check_picture(path: Path, name: str) -> None:
 def check_how(model: str, runtime: str | None, weights: str | None, store: str | None) -> None:
     """Refuse runtimes and weights that cannot be combined; only exports support both."""
     check_together(runtime, weights)
-    if not (Path(model).expanduser() / MANIFEST).is_file():
+    if not (expanded(model) / MANIFEST).is_file():
         check_export_place(runtime, weights, store)
 
 

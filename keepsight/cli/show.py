@@ -22,6 +22,7 @@ from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.session import keep_file
+from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
 
 _FORMATS = {
@@ -40,7 +41,7 @@ _WHAT = {
 
 def describe(file: str | Path) -> Record:
     """Everything about a file, as plain data. Damage raises a named error."""
-    path = Path(file).expanduser()
+    path = expanded(file)
     try:
         size = path.stat().st_size
         start = time.perf_counter()

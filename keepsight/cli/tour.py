@@ -42,6 +42,7 @@ from keepsight.demo.scene import Scene
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Message
 from keepsight.store import DiskStore
+from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) ->
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with _one_thread():
-        stage = Stage(console, _own_folder(out.expanduser()), scenes_of(seed))
+        stage = Stage(console, _own_folder(expanded(out)), scenes_of(seed))
         stage.draw()
         _opening(stage)
         opening(stage)

@@ -17,6 +17,7 @@ from rich.text import Text
 from keepsight.cli.terminal import plain, report_table
 from keepsight.errors import InputError, StoreError
 from keepsight.report import Reply
+from keepsight.system.places import expanded
 
 _MARK = "<!doctype html>\n<!-- a tour of keepsight demo -->\n"
 _STYLE = """
@@ -51,7 +52,7 @@ pre { overflow-x: auto; font-size: .8125rem; }
 
 def check_page(path: Path) -> None:
     """Before the tour, refuse a page that cannot be written, or an existing foreign file."""
-    path = path.expanduser()
+    path = expanded(path)
     if path.is_dir() or not path.parent.is_dir():
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise InputError(f"--save {path}: {what}; name a file such as tour.html")
@@ -134,7 +135,7 @@ class TourPage:
             "<body>\n<h1>Keepsight: look once, remember</h1>\n"
         )
         try:
-            path.expanduser().write_text(
+            expanded(path).write_text(
                 page + "\n".join(self._parts) + "\n</body>\n</html>\n", encoding="utf-8"
             )
         except OSError as error:

@@ -26,6 +26,7 @@ from keepsight.media.naming import Inspected
 from keepsight.media.sources import Source
 from keepsight.media.visions import expect
 from keepsight.system import private_files
+from keepsight.system.places import expanded
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -61,7 +62,7 @@ class ToFiles:
         most: int | None = None,
     ) -> None:
         self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
-        self._folder = Path(folder).expanduser()
+        self._folder = expanded(folder)
         try:
             private_files.make_folders(self._folder)
         except OSError as error:

@@ -45,6 +45,7 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import DeviceMap, Dtype, Options, Record, Wrapping
 from keepsight.models import loading
 from keepsight.runtimes.manifest import Manifest, is_export, read
+from keepsight.system.places import expanded
 from keepsight.system.words import TORCH_WEIGHTS, check_export_place, check_together
 from keepsight.vlm import VLM
 
@@ -74,7 +75,7 @@ class ExportSource:
     @property
     def store(self) -> Path | None:
         """The folder of the store, if one was named."""
-        return Path(self._named).expanduser() if self._named else None
+        return expanded(self._named) if self._named else None
 
     @property
     def _named(self) -> str | None:
@@ -117,7 +118,7 @@ class ExportSource:
     def place(self) -> Path:
         """The folder of all exports."""
         check_export_place("onnx", None, self._named)
-        return Path(self._named or "").expanduser() / _FOLDER
+        return expanded(self._named or "") / _FOLDER
 
     @functools.cached_property
     def checkpoint(self) -> str:

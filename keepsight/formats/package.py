@@ -24,6 +24,7 @@ from keepsight.formats import codecs, engine_inputs, tensorfile
 from keepsight.kinds import Grid, Record
 from keepsight.system import html
 from keepsight.system.devices import to_devices
+from keepsight.system.places import expanded
 
 FORMAT = 1
 KIND = "package"
@@ -114,7 +115,7 @@ class Package:
 
     def save(self, path: str | Path) -> Path:
         """Write one `.sight` file, atomically."""
-        path = Path(path)
+        path = expanded(path)
         tensorfile.save(path, KIND, FORMAT, self.stored, self.record())
         return path
 
@@ -151,7 +152,7 @@ class Package:
     @classmethod
     def load(cls, path: str | Path) -> Package:
         """Read a `.sight` file; every byte is checked, and an invalid file raises a named error."""
-        tensors, record = tensorfile.load(Path(path), KIND, FORMAT)
+        tensors, record = tensorfile.load(expanded(path), KIND, FORMAT)
         return cls.from_record(tensors, record, str(path))
 
     @classmethod

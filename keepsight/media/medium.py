@@ -82,7 +82,7 @@ def opened(image: object) -> object:
     name = os.fsdecode(image) if isinstance(image, str | os.PathLike) else ""
     if name.lower().endswith(".sight") and "://" not in name:
         try:
-            return Package.load(os.path.expanduser(name))
+            return Package.load(name)
         except OSError as error:
             raise ImageError(f"{name}: no package can be read there ({error.strerror})") from error
     return image

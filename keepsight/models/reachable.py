@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from keepsight.errors import ModelError, UnsupportedModel
+from keepsight.system.places import expanded
 
 PATIENCE = 2.0  # seconds to wait for the Hub
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -84,7 +85,7 @@ def check_folder_sees(path: str, name: str | None = None) -> None:
 
     Unclear cases are left to the loader.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if any((folder / name).is_file() for name in _PROCESSORS):
         return
     try:

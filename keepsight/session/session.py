@@ -29,6 +29,7 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
 from keepsight.session.watching import WatchedVideo
+from keepsight.system.places import expanded
 
 
 class Session:
@@ -203,7 +204,7 @@ class Session:
 
     def save(self, path: str | Path) -> Path:
         """Write the conversation, its packages and its snapshots to one `.keep` file."""
-        return keep_file.save(self, Path(path))
+        return keep_file.save(self, expanded(path))
 
     @classmethod
     def load(

@@ -25,14 +25,24 @@ _ACCELERATORS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/de
 _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path, with a home folder in the place of `~` or `~name`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"{path}: there is no home folder that ~ stands for; write the path in full"
+        ) from None
+
+
 def check_store_folder(address: str | os.PathLike[str]) -> None:
     """Refuse a file in place of a store, or above it."""
     text = os.fspath(address)
     if not text or "://" in text or "\0" in text:
         return
-    there = _nearest(Path(text).expanduser())
+    there = _nearest(expanded(text))
     if there.exists() and not there.is_dir():
-        what = "it is a file" if there == Path(text).expanduser() else f"{there} is a file"
+        what = "it is a file" if there == expanded(text) else f"{there} is a file"
         raise StoreError(f"{text} cannot be a store: {what}; name a folder, new or old")
 
 
@@ -68,7 +78,7 @@ def check_store_writable(address: str | os.PathLike[str]) -> None:
     check_store_folder(text)
     if not text or "://" in text or "\0" in text:
         return
-    path = Path(text).expanduser()
+    path = expanded(text)
     there = _nearest(path)
     if (path / "store.json").is_file():
         return  # a store of others may still be readable

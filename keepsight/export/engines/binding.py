@@ -9,12 +9,12 @@ digest with the files its engine serves.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from keepsight import vlm
 from keepsight.export.engines.checkpoint import checkpoint_digest
 from keepsight.kinds import Record
 from keepsight.models import loading
+from keepsight.system.places import expanded
 
 CONNECTOR = "KeepsightConnector"
 MODULE = "keepsight.export.engines.vllm_connector"
@@ -33,7 +33,7 @@ def connector_config(
     """
     address = os.fspath(store)
     if "://" not in address:
-        address = str(Path(address).expanduser().resolve())
+        address = str(expanded(address).resolve())
     path = loading.model_path(os.fspath(name))
     with vlm.load(name) as live:
         weights = live.runtime.weights.vision

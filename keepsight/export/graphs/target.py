@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from keepsight.errors import InputError, KeepsightError
 from keepsight.runtimes.manifest import NAME
-from keepsight.system.places import check_new_folder
+from keepsight.system.places import check_new_folder, expanded
 
 _LOCK = "lock"
 _FULL = 2**20  # free bytes below which "no space" is the likely reason
@@ -30,7 +30,7 @@ class ExportFolder:
 
     def __init__(self, to: str | Path) -> None:
         try:
-            self.path = path = Path(to).expanduser().resolve()
+            self.path = path = expanded(to).resolve()
             check_new_folder(path)
             if os.path.ismount(path):
                 raise InputError(f"{path} is where a disk is mounted; name a new folder below it")

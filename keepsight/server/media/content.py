@@ -37,6 +37,7 @@ from keepsight.server.media.files import Files
 from keepsight.server.media.images import LOW, ImageSizes, SentImage, is_pdf, pages, picture
 from keepsight.server.media.media_limits import check_sound, check_video, is_video
 from keepsight.server.media.origins import FETCHED, WORDS, scheme
+from keepsight.system.places import expanded
 
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
 
@@ -305,7 +306,7 @@ class MessageReader:
             text = urllib.request.url2pathname(urllib.parse.urlsplit(url).path)
         try:
             path = Path(text).resolve(strict=True)
-            roots = [Path(root).expanduser().resolve() for root in self.config.allow_path]
+            roots = [expanded(root).resolve() for root in self.config.allow_path]
             if not Path(text).is_absolute() or not any(path.is_relative_to(r) for r in roots):
                 raise refusal
             status = path.stat()

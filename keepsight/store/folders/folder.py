@@ -23,6 +23,7 @@ from typing import BinaryIO
 from keepsight.errors import InputError, StoreError
 from keepsight.formats import tensorfile
 from keepsight.system import private_files
+from keepsight.system.places import expanded
 
 PART, DAMAGED = ".part-", ".damaged"
 BUFFER = -1  # the system's default size
@@ -85,7 +86,7 @@ class Folder:
                 raise ValueError("it has a zero byte in it")
         except ValueError as error:  # also: half of a surrogate pair
             raise InputError(f"{str(root)!r} is no path: {error}") from None
-        self.root = Path(root).expanduser()
+        self.root = expanded(root)
         self._fresh: set[str] = set()  # folders with new subfolders that are not synced
         self._mount: Path | None = None  # mount point of the root when it was last seen
 
