@@ -103,7 +103,8 @@ def test_another_tower_run_by_hand() -> None:
 def test_certify_counts_runs_and_bytes() -> None:
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor, grain=16) as vlm:
-        checks = {one.what: one for one in certify(vlm.runtime, [picture(1), picture(2)], "What?")}
+        found = certify(vlm.runtime, [picture(1), picture(2)], "What?")
+        checks = {one.what: one for one in found.checks}
         package = vlm.encode(picture(1))
     runs = checks["the tower does not run for known pictures"]
     assert runs.ok and runs.note == "2 runs of its parts for new pictures, 0 for known ones"
