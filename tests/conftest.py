@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -33,6 +34,9 @@ def _declare_torchvision_operators() -> None:
 
 
 _declare_torchvision_operators()
+# A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _THREADS = 1  # tiny models gain nothing from a second one, and two test processes share two cores
 torch.set_num_threads(_THREADS)
 # Exports are made once for all processes of a run; the first one makes the folder and removes it.
