@@ -28,6 +28,7 @@ _real_tensor = torch.tensor
 _current = threading.local()
 _done: Clock = {}  # what is complete, whoever waited for it
 _hazards: list[str] = []
+_queues = threading.RLock()  # the writers of a store wait for copies while others are queued
 
 
 def device(index: int = 0) -> torch.device:
@@ -88,20 +89,22 @@ def _merge(clock: Clock, more: Clock) -> None:
 
 def _complete(clock: Clock) -> None:
     """The program waited for all of this."""
-    _merge(_done, clock)
-    for stream in Stream.all.values():
-        _run_copies(stream, lambda when, _, s=stream: _done.get(s.number, 0) >= when)
+    with _queues:
+        _merge(_done, clock)
+        for stream in list(Stream.all.values()):
+            _run_copies(stream, lambda when, _, s=stream: _done.get(s.number, 0) >= when)
 
 
 def _run_copies(stream: Stream, wanted: Callable[[int, int], bool]) -> None:
-    left = []
-    for when, memory, copy in stream.copies:
-        if wanted(when, memory):
-            with torch.inference_mode():
-                copy()
-        else:
-            left.append((when, memory, copy))
-    stream.copies = left
+    with _queues:
+        left = []
+        for when, memory, copy in stream.copies:
+            if wanted(when, memory):
+                with torch.inference_mode():
+                    copy()
+            else:
+                left.append((when, memory, copy))
+        stream.copies = left
 
 
 class _Module:
@@ -260,7 +263,7 @@ class _Seen:
                     "written yet"
                 )
         memories = {tensor.data_ptr() for tensor in self.on_host}
-        for other in [found for found in Stream.all.values() if found.copies]:
+        for other in [found for found in list(Stream.all.values()) if found.copies]:
             _run_copies(
                 other,
                 lambda when, memory, o=other: memory in memories and stream.knows(o.number, when),
@@ -320,7 +323,8 @@ def _copy_out(
     if non_blocking:
         when, value = stream.clock[stream.number], source.host.clone()
         source.history.reads[stream.number] = when
-        stream.copies.append((when, target.data_ptr(), lambda: target.copy_(value)))
+        with _queues:
+            stream.copies.append((when, target.data_ptr(), lambda: target.copy_(value)))
         return target
     target.copy_(source.host)
     stream.synchronize()

@@ -236,6 +236,28 @@ def test_copies_to_the_host_are_not_there_before_their_fence() -> None:
     assert torch.equal(found["a"], numbers)
 
 
+def test_a_copy_queued_while_another_thread_waits_is_not_lost(streams: Any) -> None:
+    """Another control: several writers wait at a time, and the engine queues copies meanwhile."""
+    source, target = torch.arange(7.0).to(device()), torch.zeros(7)
+    running, queued, stream = threading.Event(), threading.Event(), streams.Stream(device())
+    stream.wait_stream(streams.current_stream())
+
+    def slow() -> None:
+        running.set()
+        queued.wait(0.3)
+
+    stream.copies.append((stream.tick(), 0, slow))
+    waiting = threading.Thread(target=stream.synchronize)
+    waiting.start()
+    assert running.wait(30)
+    with streams.stream(stream):
+        target.copy_(source, non_blocking=True)
+    queued.set()
+    waiting.join()
+    stream.synchronize()
+    assert torch.equal(target, torch.arange(7.0))
+
+
 @pytest.mark.parametrize("kind", [FULL, "qwen3_5"])
 def test_callers_with_streams_of_their_own_follow_each_other(kind: str, streams: Any) -> None:
     with wrapped(on_device(kind)) as vlm:
