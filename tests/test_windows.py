@@ -27,6 +27,23 @@ def opened(path, flags, mode=0o777, *, dir_fd=None):
 
 os.open = opened
 
+
+def refusing(change):
+    # no name of an open file can be changed
+
+    def changed(path, *more, **options):
+        there = os.path.realpath(path)
+        for handle in os.listdir("/proc/self/fd"):
+            if os.path.realpath(f"/proc/self/fd/{handle}") == there:
+                raise PermissionError(13, "used by another process", path)
+        return change(path, *more, **options)
+
+    return changed
+
+
+os.replace, os.unlink = refusing(os.replace), refusing(os.unlink)
+os.remove = os.unlink
+
 import numpy as np
 import keepsight as ks
 

@@ -58,6 +58,7 @@ class PartFile:
 
     def put_in_place(self) -> None:
         """Rename it to its final name."""
+        self.file.close()  # Windows renames no open file
         try:
             self._rename()
         except (IsADirectoryError, NotADirectoryError, FileExistsError):
