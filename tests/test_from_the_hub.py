@@ -53,6 +53,8 @@ def test_weights_are_packed_and_hashed_once_per_commit(tmp_path: Path) -> None:
     assert later[0] != first[0] and later[2] == first[2]
     assert load()[0] == later[0]
     assert load(revision="a" * 40) == again
+    save_file({name: w + 2 for name, w in load_file(file).items()}, file, {"format": "pt"})
+    assert load()[0] != later[0]  # edited in the cache
 
 
 def test_a_hub_id_is_a_model_as_the_first_word(tmp_path: Path) -> None:

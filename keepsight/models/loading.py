@@ -145,16 +145,17 @@ def files_digest(
     path: str, dtype: torch.dtype | str, revision: str | None = None, every: bool = False
 ) -> str | None:
     """The name of all files from which a model is loaded: those of a folder by size, time and
-    inode, those of the Hub by repository and commit.
+    inode, those of the Hub by repository and commit too.
 
     For an adapter it includes those of its base. None if they are not known, as for a hub id that
-    is not cached. With `every`, all files of a folder count, including those in subfolders.
+    is not cached. With `every`, all files of a folder count, including those in subfolders; of the
+    Hub then the commit alone.
     """
     folder = folder_of(path, revision)
     if folder is None:
         return None
     own = every and Path(path).is_dir()
-    rows = _rows(folder, folder.rglob("*")) if own else files_of(path, revision)
+    rows = _rows(folder, folder.rglob("*")) if own else files_of(path, revision, by_commit=every)
     if rows is None:
         return None
     versions = [torch.__version__, transformers.__version__]
@@ -192,23 +193,28 @@ def commit_of(path: str, revision: str | None) -> str | None:
     return None if folder is None else folder.name
 
 
-def files_of(path: str, revision: str | None = None, below: int = 0) -> Rows | None:
-    """The files of a model with their state; None if not all are known."""
+def files_of(
+    path: str, revision: str | None = None, below: int = 0, by_commit: bool = False
+) -> Rows | None:
+    """The files of a model with their state; None if not all are known.
+
+    By commit, those of the Hub are what the commit says, whether they are here yet or not.
+    Otherwise what was edited in the cache counts too.
+    """
     folder = folder_of(path, revision)
     if folder is None:
         return None
+    files = {file for pattern in _READ for file in folder.glob(pattern)}
+    for index in folder.glob("*.index.json"):
+        parts = _read_json(index).get("weight_map", {})
+        files |= {folder / str(part) for part in parts.values()}
+    rows = _rows(folder, files)
     if (commit := commit_of(path, revision)) is not None:
-        rows: Rows = [[path, commit]]
-    else:
-        files = {file for pattern in _READ for file in folder.glob(pattern)}
-        for index in folder.glob("*.index.json"):
-            parts = _read_json(index).get("weight_map", {})
-            files |= {folder / str(part) for part in parts.values()}
-        rows = _rows(folder, files)
+        rows = [[path, commit], *([] if by_commit else rows)]
     base = _read_json(folder / _ADAPTER).get("base_model_name_or_path")
     if base is None:
         return rows
-    under = files_of(str(base), revision, below + 1) if below < _MOST_BASES else None
+    under = files_of(str(base), revision, below + 1, by_commit) if below < _MOST_BASES else None
     return None if under is None else [*rows, ["base", str(base)], *under]
 
 
