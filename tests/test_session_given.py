@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from models import build, picture, turn
 from PIL import Image
 
 import keepsight as ks
+from keepsight.core.rendering.messages import kept_notes
 from keepsight.errors import ImageError
 
 FORMS: dict[str, Callable[[Path], Any]] = {
@@ -96,3 +98,14 @@ def test_what_sessions_keep_is_counted_under_a_budget(demo: Any, tmp_path: Path)
     demo.clear()
     gc.collect()
     assert kept.bytes_of(None) == before
+
+
+def test_a_note_names_an_address_without_its_secrets() -> None:
+    with ks.load("demo") as vlm:
+        medium = vlm.runtime.vision.name(picture(1))
+        assert medium.opened is not None
+        where = "https://ann:secret@host.example/a/red.png?key=secret"
+        named = replace(medium, opened=replace(medium.opened, where=where))
+        history = [{"role": "user", "content": [{"type": "image", "image": named}]}]
+        [note] = kept_notes(history)
+    assert note.endswith(": https://host.example/a/red.png")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Sequence
 
 from keepsight.errors import ImageError, MessagesError
@@ -22,6 +23,7 @@ _MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
 }
 _NAMED = 3  # places in one note
+_SECRET = re.compile(r"(?<=://)[^/@]*@|\?.*")  # of an address: a user with a password, the query
 _ANY = ("url", "path")  # fields that do not tell their modality; without a type, an image
 
 
@@ -111,7 +113,7 @@ def kept_notes(history: list[Message]) -> list[str]:
     parts = [part for its in content for part in its if isinstance(part, dict)]
     media = [part.get(part.get("type")) for part in parts]
     places = [one.opened.where for one in media if isinstance(one, Medium) and one.opened]
-    known = [place.partition("?")[0] for place in dict.fromkeys(places) if place]
+    known = [_SECRET.sub("", place) for place in dict.fromkeys(places) if place]
     more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
     shown = ", ".join(known[:_NAMED])
     return [f"kept as first seen, and not read again: {shown}{more}"] if known else []
