@@ -17,7 +17,7 @@ from bench import drawing, page_sections
 from keepsight.bench import tables
 
 # Folders of results that have a part on the page.
-OTHERS = ("drafting", "exporting", "mlx", "pausing", "serving", "together")
+OTHERS = ("drafting", "exporting", "mlx", "serving", "together")
 PICTURES, MLX = Path("docs/pictures"), Path("docs/mlx.md")  # beside the README
 
 HEAD = """\
@@ -34,8 +34,8 @@ words mean, is in [bench/README.md](../bench/README.md).
   pictures never seen before; **x limit** is Keepsight's time over it.
 - **stock**: `model.generate` with the processor on the whole conversation; **x faster** is stock's
   time over Keepsight's.
-- **again**: tokens that were prefilled before and run again; none where any cut is exact, some
-  where a model is computed by boundaries.
+- **again**: tokens that were read before and run again; some in models with recurrent layers, else
+  none.
 - **tokens**: whether the greedy tokens equal stock's. In bfloat16 that is not promised; there,
   *warm = cold bit for bit* is the guard.
 - Figures of other engines were recorded elsewhere, on the machine that

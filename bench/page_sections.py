@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench import drafting, mlx, pausing
+from bench import drafting, mlx
 
 Told = tuple[str, list[str], list[list[str]]]  # heading, columns, rows
 
@@ -35,7 +35,6 @@ def sections(folder: str, result: dict[str, Any]) -> list[Told]:
         "serving": _serving,
         "together": _together,
         "exporting": _exporting,
-        "pausing": _pausing,
         "drafting": _drafting,
         "mlx": _mlx,
     }
@@ -48,7 +47,6 @@ def title(folder: str, result: dict[str, Any]) -> str:
         "serving": "Servers",
         "together": "Chats at once",
         "exporting": "Exported models",
-        "pausing": "A chat with pauses",
         "drafting": "Tokens guessed from memory",
         "mlx": "Beside mlx-vlm",
     }
@@ -117,12 +115,6 @@ def _together(result: dict[str, Any]) -> Iterator[Told]:
         for name, run in result["runs"].items()
     ]
     yield f"{result['chats']} chats, a picture of {result['picture']} each", columns, rows
-
-
-def _pausing(result: dict[str, Any]) -> Iterator[Told]:
-    about = f"a picture of {result['picture']}, answers of {result['tokens']} tokens"
-    heading = f"{about}, {result['pause']:g} s of reading before each question"
-    yield heading, pausing.COLUMNS, pausing.rows(result)
 
 
 def _drafting(result: dict[str, Any]) -> Iterator[Told]:

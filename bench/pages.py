@@ -88,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pages", type=int, default=5, help="pages with each question")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--page", type=_sides, default=(448, 448), help="width x height in pixels")
-    parser.add_argument("--grain", type=int)
     parser.add_argument("--folder", type=Path, default=Path("bench/checkpoints"))
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")
     return parser
@@ -102,7 +101,7 @@ def _sides(text: str) -> tuple[int, int]:
 def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One checkpoint: the shelf is encoded once, then asked about."""
     path = checkpoint(shape, options.size, options.folder)
-    load = {"dtype": options.dtype, "device_map": options.device, "grain": options.grain}
+    load = {"dtype": options.dtype, "device_map": options.device}
     with TemporaryDirectory() as folder, quiet_heap():
         store, pictures = Path(folder) / "store", Pictures(Path(folder))
         shelf = [pictures.path(400 + page, *options.page) for page in range(options.shelf)]
@@ -117,7 +116,6 @@ def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
             "shape": shape,
             "size": options.size,
             "dtype": options.dtype,
-            "grain": vlm.runtime.rule.grain,
             "parameters": vlm.model.num_parameters(),
             "about": f"{options.pages} of {options.shelf} pages of "
             f"{options.page[0]}x{options.page[1]}, order changes",
@@ -128,9 +126,7 @@ def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _again(vlm: VLM, store: Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
-    return keepsight.wrap(
-        vlm.model, vlm.runtime.needed_processor(), store=store, grain=vlm.runtime.settings.grain
-    )
+    return keepsight.wrap(vlm.model, vlm.runtime.needed_processor(), store=store)
 
 
 def _index(vlm: VLM, shelf: list[str]) -> dict[str, Any]:

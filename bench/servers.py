@@ -187,14 +187,14 @@ def threads_of(count: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(count)}
 
 
-def keepsight_server(dtype: str, threads: int, ahead: str = "never") -> Contestant:
+def keepsight_server(dtype: str, threads: int) -> Contestant:
     """The server of this working tree. Unless it is told to, it does nothing between requests:
     a client that never pauses gains nothing by it, and others may be measured meanwhile."""
     import keepsight
 
     def command(model: Path, port: int) -> list[str]:
         words = [sys.executable, "-m", "keepsight", "serve", str(model), "--port", str(port)]
-        return [*words, "--dtype", dtype, "--no-log", "--prefill-ahead", ahead]
+        return [*words, "--dtype", dtype, "--no-log"]
 
     return Contestant(KEEPSIGHT, command, keepsight.__version__, threads_of(threads))
 
@@ -215,7 +215,6 @@ def exported_server(way: str, threads: int) -> Contestant:
 
     def command(model: Path, port: int) -> list[str]:
         words = [sys.executable, "-m", "keepsight", "serve", str(folder(model)), "--no-log"]
-        words += ["--prefill-ahead", "never"]
         return [*words, "--port", str(port), "--model-name", str(model)]
 
     name = f"exported, {way}"

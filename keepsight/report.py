@@ -84,8 +84,7 @@ class Report:
     milliseconds: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    grain: int = 0  # 0 if a prompt can be cut anywhere
-    exact: bool = True
+    exactness: str = "bits"  # how far it equals a fresh computation: "bits" or "rounding"
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,9 +97,7 @@ class Report:
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "grain": self.grain,
-            "cuts": "boundaries" if self.grain else "any",
-            "exact": self.exact,
+            "exactness": self.exactness,
             "segments": [
                 {
                     "kind": s.kind,

@@ -112,7 +112,7 @@ def wrap(
 ) -> VLM:
     """Wrap a live Transformers model. Without a processor only `generate` with tensors works.
 
-    Options: `grain`, `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
+    Options: `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
     `remote`, `tenant`, `tenant_quota`, `ttl`, `accept_features`, `feature_codec`, `chat_template`,
     `image_options`; docs/quickstart.md explains each.
     """
@@ -266,10 +266,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def explain(self, messages: list[Message], **options: Unpack[Preparing]) -> Report:
         """The report that `chat` would give, without computing or changing anything."""
         call = Call.before_decoding(dict(options), self.tenant, "explain")
-        self.runtime.require_answers()
-        self.runtime.tokenizer()
-        with self.runtime.lock:
-            return predict_report(self.runtime, messages, call)
+        return predict_report(self.runtime, messages, call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Compare cold with warm on your own model and pictures, and with stock if asked."""
@@ -382,7 +379,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         self.runtime.require_open()
         with self.runtime.lock:
             self.runtime.refresh(tenant=self.tenant)
-            call = Call(True, self.tenant, template, {})
+            call = Call(self.tenant, template, {})
             return self.runtime.render(messages, call, generate)
 
     def blindfold(self) -> AbstractContextManager[None]:

@@ -114,7 +114,7 @@ def _equal_models_are_tried_once(
 
     def model_once(self: AnyCut, tried: Any) -> Any:
         graphs = str(getattr(getattr(self._model, "exported", None), "environment", ""))
-        key = (self._weights.state, str(self._engine.shape), self.packing.wanted, environment())
+        key = (self._weights.state, str(self._decoder.shape), self.packing.wanted, environment())
         key += (graphs,)
         if key not in trials:
             found = try_model(self, tried)
@@ -129,6 +129,7 @@ def _equal_models_are_tried_once(
             linear.Linears(lambda: self.packing.packed),
             attention.QueryRows(*query_rows),
             in_graphs=found.kernels.in_graphs,
+            whole_layers=found.kernels.whole_layers,
         )
         kernels.linears.rows.update(rows)
         return dataclasses.replace(found, kernels=kernels)
@@ -178,5 +179,5 @@ def demo(request: pytest.FixtureRequest, demo_parts: dict[str, Any]) -> Iterator
     import keepsight as ks
 
     model, processor = demo_parts[request.param]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         yield vlm

@@ -120,5 +120,5 @@ def exported(kind: str) -> Any:
 def wrapped(kind: str, **options: Any) -> tuple[ks.VLM, ks.VLM]:
     """The export and its model, each with an empty memory."""
     processor = small(kind)[1]
-    options = {"grain": 16, **options}
+    options = {**options}
     return ks.wrap(exported(kind), processor, **options), ks.wrap(*small(kind), **options)

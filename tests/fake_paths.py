@@ -5,9 +5,11 @@ Reuse under a wrong path then shows as a wrong value. Nothing here needs a model
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,14 @@ import torch
 
 from keepsight import digests
 from keepsight.media.medium import Medium
+from keepsight.prefix import prompt
 from keepsight.prefix.match import Match
-from keepsight.prefix.node import Node
+from keepsight.prefix.node import LOGITS, Node
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 
-END, PAD, SHORT_RUN = 9, 5, 6
-RULE = Rule(2, frozenset({END}), True)
+END, PAD = 9, 5
+RULE = Rule(frozenset({END}), True)
 # Two pictures of one size, one of them also encoded by somebody else, and one with two ranges.
 MEDIA = {"A": ("a", "ours", [2]), "B": ("b", "ours", [2]), "a": ("a", "theirs", [2])}
 MEDIA |= {"C": ("c", "ours", [1, 2])}
@@ -83,28 +86,52 @@ def fake_logits(tokens: tuple[Token, ...]) -> torch.Tensor:
     return torch.full((3,), value("logits", tokens), dtype=torch.float64)
 
 
-def next_cut(whole: Prompt) -> Callable[[int], int | None]:
-    cuts = whole.boundaries(RULE)
-    return lambda position: next((cut for cut in cuts if cut > position), None)
+@contextmanager
+def short_stretches() -> Iterator[None]:
+    """Snapshots of two to six tokens."""
+    before = prompt.APART, prompt.LONGEST
+    prompt.APART, prompt.LONGEST = 2, 6
+    yield
+    prompt.APART, prompt.LONGEST = before
+
+
+def rule_of(tree: Tree) -> Rule:
+    return dataclasses.replace(RULE, states=tree.has_fixed)
 
 
 def found(tree: Tree, whole: Prompt, space: str = "n") -> Match:
-    return tree.match(space, whole, next_cut(whole))
+    return tree.match(space, whole, rule_of(tree))
+
+
+def begun(tree: Tree, whole: Prompt, space: str = "n") -> Match:
+    """The match of a prompt with its base held, loaded and compared with what it should be."""
+    rule = rule_of(tree)
+    match = found(tree, whole, space)
+    while True:
+        node = match.node
+        tree.hold(node)
+        loaded = tree.load(node, whole)
+        if loaded and not (match.whole and match.logits is None):
+            break
+        tree.release(node)
+        match = match.but_the_last(whole, rule) if loaded else found(tree, whole, space)
+    expect_values(node, whole, tree.has_fixed, match.length)
+    tree.hold(match.base)
+    tree.release(node)
+    return match
+
+
+def ends_of(tree: Tree, whole: Prompt, match: Match) -> list[int]:
+    """Where the snapshots behind a match end."""
+    return [] if match.whole else [*whole.ends(rule_of(tree), match.base.end), len(whole)]
 
 
 def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = None) -> Match:
-    """As the engine does it: match, hold, load, then chunk by chunk; `steps` is when the client
-    hangs up. What is reused is compared with what it should be."""
-    while True:
-        match = found(tree, whole, space)
-        tree.hold(match.node)
-        if tree.load(match.node, whole):
-            break
-        tree.release(match.node)
-    expect_values(match.node, whole, fixed=tree.has_fixed)
-    tokens, node = path(whole), match.node
-    ends = [*whole.boundaries(RULE, match.length), len(whole)]
-    for end in ends[:steps] if match.length < len(whole) else []:
+    """As the engine does it: match, hold, load, then snapshot by snapshot; `steps` is when the
+    client hangs up."""
+    match = begun(tree, whole, space)
+    tokens, node = path(whole), match.base
+    for end in ends_of(tree, whole, match)[:steps]:
         logits = fake_logits(tokens) if end == len(whole) else None
         kv, fixed = fake_kv(tokens, node.end, end), fake_fixed(tokens, end)
         after = tree.insert(node, whole, end, kv, fixed, logits)
@@ -114,17 +141,24 @@ def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = Non
     return match
 
 
-def expect_values(node: Node, whole: Prompt, fixed: bool) -> None:
-    """Everything that a reuse would take must be that of this very path."""
+def is_whole(node: Node) -> bool:
+    """Whether it ends a prompt, and knows what comes next."""
+    return LOGITS in (node.rows.tensors or {})
+
+
+def expect_values(node: Node, whole: Prompt, fixed: bool, until: int | None = None) -> None:
+    """Everything that a reuse would take must be that of this very path, as far as it is used."""
     tokens = path(whole)
+    until = node.end if until is None else until
     for n in node.chain():
         assert n.kv is not None
-        assert torch.equal(n.kv["kv"], fake_kv(tokens, n.start, n.end)["kv"])
+        end = min(n.end, until)
+        rows = n.kv["kv"][:, :, : max(0, end - n.start)]
+        assert torch.equal(rows, fake_kv(tokens, n.start, max(n.start, end))["kv"])
     if fixed and node.parent is not None:
         assert node.fixed is not None
         assert torch.equal(node.fixed["0.conv.0"], fake_fixed(tokens, node.end)["0.conv.0"])
-    if node.terminal:
-        assert node.logits is not None and node.end == len(whole)
+    if node.logits is not None and node.end == len(whole) == until:
         assert torch.equal(node.logits, fake_logits(tokens))
 
 

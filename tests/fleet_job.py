@@ -275,7 +275,7 @@ def tiny(kind: str, folder: Path) -> tuple[str, Any]:
             k.replace("vision_tower.", "vision_tower.vision_model."): v for k, v in weights.items()
         }
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder), ks.wrap(model, processor, grain=16)
+    return str(folder), ks.wrap(model, processor)
 
 
 def record_connector(python: str, root: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ VARIANTS |= dict.fromkeys(["gemma3_sliding", "gemma3_crops"], "gemma3")
 KINDS = ("qwen3_vl", "sliding", "gemma3_sliding", "cohere2_vision")
 # Of which other tests of this file ask for both dtypes; hybrids round in ways of their own.
 TOOK_BOTH = ("qwen2_vl", "llava", "internvl", "gemma4", *KINDS, "qwen3_5", "lfm2_vl")
-BY_BOUNDARIES = {
+TO_ROUNDING = {
     "aria": "experts",
     "ernie4_5_vl_moe": "decoded",
     "llama4": "bmm",
@@ -94,44 +94,38 @@ def rows(vlm: ks.VLM) -> int:
 def test_it_holds_for(kind: str, dtype: torch.dtype) -> None:
     with wrapped(kind, dtype) as vlm:
         engine = vlm.stats()["engine"]
-        assert engine["any_cut"], engine["boundaries_because"]
+        assert engine["exactness"] == "bits", engine["rounding_because"]
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_behind_a_router_of_four_outputs(kind: str) -> None:
     """Whose kernel in bfloat16 depends on the number of rows, on some machines."""
     with wrapped(kind) as vlm, wrapped(kind) as other:
-        assert vlm.stats()["engine"]["any_cut"]
+        assert vlm.stats()["engine"]["exactness"] == "bits"
         ids = ids_of(vlm, 150)
         logits_of(vlm, ids[:, :77])
         assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
         assert rows(vlm) == 150
 
 
-@pytest.mark.parametrize("kind", BY_BOUNDARIES)
-def test_where_it_is_not_shown_boundaries_hold_and_the_reason_is_said(kind: str) -> None:
+@pytest.mark.parametrize("kind", TO_ROUNDING)
+def test_where_it_is_not_shown_the_reason_is_said(kind: str) -> None:
     with wrapped(kind) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and BY_BOUNDARIES[kind] in engine["boundaries_because"]
-
-
-def test_a_named_grain_asks_for_boundaries() -> None:
-    with wrapped("qwen3_vl", grain=16) as vlm:
-        engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "grain=" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and TO_ROUNDING[kind] in engine["rounding_because"]
 
 
 def test_the_page_says_of_each_family_what_is_tested_here() -> None:
     """By its model type; some of these models are variants of one."""
     page = (Path(__file__).parent.parent / "docs" / "families.md").read_text()
-    rows = page.partition("## Exact at any cut")[2].partition("\n## ")[0].splitlines()
+    rows = page.partition("## Equal bits, or to rounding")[2].partition("\n## ")[0].splitlines()
     said = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "|" in row]
-    anywhere = next(names for names, how, _ in said if how == "anywhere")
+    anywhere = next(names for names, how, _ in said if how == "bits")
     types = {VARIANTS.get(kind, kind) for kind in (*SHOWN, *EXPERTS)}
     assert set(re.findall(r"`(\w+)`", anywhere)) == types
-    cut = {names.strip("`"): why for names, how, why in said if how == "at boundaries"}
-    assert cut.keys() == BY_BOUNDARIES.keys() and {*SHOWN, *EXPERTS, *BY_BOUNDARIES} <= set(ALL)
-    assert all(word in cut[kind] for kind, word in BY_BOUNDARIES.items())
+    cut = {names.strip("`"): why for names, how, why in said if how == "rounding"}
+    assert cut.keys() == TO_ROUNDING.keys() and {*SHOWN, *EXPERTS, *TO_ROUNDING} <= set(ALL)
+    assert all(word in cut[kind] for kind, word in TO_ROUNDING.items())
 
 
 # -- the promise -----------------------------------------------------------------------------------
@@ -340,15 +334,6 @@ def test_pictures_whose_tokens_see_each_other_are_never_cut(piece: int) -> None:
         assert torch.equal(catch.seen, again.seen)
 
 
-def test_entries_made_by_boundaries_are_of_another_namespace(tmp_path: Path) -> None:
-    messages = [turn("What do you see in it?", picture(1))]
-    with wrapped("qwen3_vl", store=tmp_path, grain=16) as vlm:
-        vlm.chat(messages, max_new_tokens=1)
-        vlm.flush()
-    with wrapped("qwen3_vl", store=tmp_path) as vlm:
-        assert vlm.chat(messages, max_new_tokens=1).usage.cached_tokens == 0
-
-
 # -- weights ---------------------------------------------------------------------------------------
 
 
@@ -398,7 +383,7 @@ def test_no_memory_for_copies_falls_back(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("keepsight.core.kernels.packing.Packed", Full)
     with wrapped("qwen3_vl", pack=True) as vlm:
         engine = vlm.stats()["engine"]
-        assert engine["any_cut"] and not engine["packed_bytes"]
+        assert engine["exactness"] == "bits" and not engine["packed_bytes"]
         assert caplog.text.count("weights are not packed") == 1
 
 
@@ -447,7 +432,7 @@ def test_an_answer_keeps_its_packing_while_others_pack_otherwise(monkeypatch: An
 
     with wrapped("qwen3_vl", pack=True) as vlm:
         found = talk(vlm, another_call)
-        assert vlm.stats()["engine"]["any_cut"]
+        assert vlm.stats()["engine"]["exactness"] == "bits"
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -511,21 +496,21 @@ def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
     with wrapped("qwen3_vl") as vlm:
         engine = vlm.stats()["engine"]
         assert (
-            not engine["any_cut"] and "depend on the number of rows" in engine["boundaries_because"]
+            engine["exactness"] == "rounding" and "depend on the number of rows" in engine["rounding_because"]
         )
-        assert engine["boundaries_because"].endswith("(pack=True may help)")
+        assert engine["rounding_because"].endswith("(pack=True may help)")
         assert vlm.chat([turn("Look.", picture(1))], max_new_tokens=2).tokens
     with wrapped("qwen3_vl", pack=True) as vlm:
-        assert vlm.stats()["engine"]["any_cut"]
+        assert vlm.stats()["engine"]["exactness"] == "bits"
     with wrapped("qwen3_vl", torch.bfloat16) as vlm:
-        why = vlm.stats()["engine"]["boundaries_because"]
+        why = vlm.stats()["engine"]["rounding_because"]
         assert why.endswith("(pack=True or float32 may help)")
 
 
 @pytest.mark.tries_anew
 def test_other_bits_for_another_reason_come_with_no_advice() -> None:
     with wrapped("lfm3_vl", torch.bfloat16) as vlm:
-        assert "help" not in vlm.stats()["engine"]["boundaries_because"]
+        assert "help" not in vlm.stats()["engine"]["rounding_because"]
 
 
 @pytest.mark.tries_anew
@@ -550,7 +535,7 @@ def test_a_matrix_unit_that_takes_few_rows_in_one_way_is_given_few(
         rule = rows_of((64, 64, dtype, False, linear.PLAIN))
         assert rule is not None and rule.most == 32
     with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as own:
-        assert vlm.stats()["engine"]["any_cut"]
+        assert vlm.stats()["engine"]["exactness"] == "bits"
         ids = ids_of(vlm, 150)
         wanted = logits_of(own, ids)
         for cut in (1, 40, 149):
@@ -570,7 +555,7 @@ def test_attention_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "_plain", restless)
     with wrapped("qwen3_vl") as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "attention" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and "attention" in engine["rounding_because"]
 
 
 @pytest.mark.tries_anew
@@ -583,7 +568,7 @@ def test_products_of_its_own_are_found_out(monkeypatch: Any) -> None:
     monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + x @ torch.eye(x.shape[-1]))
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "matmul" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and "matmul" in engine["rounding_because"]
 
 
 @pytest.fixture
@@ -598,7 +583,7 @@ def three_threads() -> Iterator[None]:
 def test_threads_that_share_numbers_leave_none_over(kind: str, three_threads: None) -> None:
     """Activations of numbers behind the last whole vector come out with other bits."""
     with wrapped(kind) as vlm, wrapped(kind) as other:
-        assert vlm.stats()["engine"]["any_cut"]
+        assert vlm.stats()["engine"]["exactness"] == "bits"
         ids = ids_of(vlm, 731)
         logits_of(vlm, ids[:, :353])
         assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
@@ -638,7 +623,7 @@ def test_activations_that_leave_numbers_over_are_found_out(
         layer.mlp.act_fn = act
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "neighbouring rows" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and "neighbouring rows" in engine["rounding_because"]
 
 
 @pytest.mark.parametrize(("dtype", "power"), [(torch.float32, -0.5), (torch.bfloat16, 2)])
@@ -716,9 +701,14 @@ def test_a_long_prompt_goes_in_pieces_between_the_steps_of_others() -> None:
         )
         messages = [turn("Look at it. " * 90, picture(1))]
         with Together(vlm, prefill_piece=100) as together:
+            many = {"max_new_tokens": 200, "min_new_tokens": 200}
+            beside = together.submit([turn("Only words.")], **many, **GREEDY)
+            next(iter(beside))
+            sizes.clear()
             reply = together.submit(messages, max_new_tokens=6, **GREEDY).result()
+            beside.cancel()
         handle.remove()
-        assert max(sizes) == 100 and reply.usage.prompt_tokens > 300
+        assert max(sizes) == 101 and reply.usage.prompt_tokens > 300
         assert reply.tokens == own.chat(messages, max_new_tokens=6, **GREEDY).tokens
     with wrapped("qwen3_vl") as vlm, pytest.raises(InputError, match="prefill_piece"):
         Together(vlm, prefill_piece=0)
@@ -726,12 +716,13 @@ def test_a_long_prompt_goes_in_pieces_between_the_steps_of_others() -> None:
 
 def test_reports_and_verify_say_which_holds() -> None:
     messages = [turn("Look.", picture(1))]
-    with wrapped("qwen3_vl") as vlm:
-        assert vlm.chat(messages, max_new_tokens=1).report.to_dict()["cuts"] == "any"
-        assert "cut anywhere" in str(vlm.verify(messages))
-    with wrapped("qwen3_vl", grain=16) as vlm:
-        assert vlm.chat(messages, max_new_tokens=1).report.to_dict()["cuts"] == "boundaries"
-        assert "at boundaries: the caller chose" in str(vlm.verify(messages))
+    for kind, exactness in (("qwen3_vl", "bits"), ("llama4", "rounding")):
+        with wrapped(kind) as vlm:
+            told = vlm.chat(messages, max_new_tokens=1).report.to_dict()
+            found = vlm.verify(messages)
+            assert told["exactness"] == found.exactness == exactness and found
+            assert bool(found.rounding_because) == (exactness == "rounding")
+            assert found.rounding_because in str(found)
 
 
 @pytest.mark.tries_anew
@@ -749,7 +740,7 @@ def test_adapters_of_other_shapes_are_tried_anew() -> None:
             inject_adapter_in_model(config, model.get_decoder(), adapter_name=f"rank{rank}")
             model.eval()
             found = logits_of(vlm, ids)
-            assert vlm.stats()["engine"]["any_cut"], rank  # short sums round otherwise, too
+            assert vlm.stats()["engine"]["exactness"] == "bits", rank  # short sums round otherwise, too
             with ks.wrap(copy.deepcopy(model), processor) as fresh:
                 assert torch.equal(found, logits_of(fresh, ids))
 

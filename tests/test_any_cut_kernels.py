@@ -182,7 +182,7 @@ def test_functions_that_are_made_of_others_are_taken_apart(name: str, monkeypatc
     monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + OF_ITS_OWN[name](x))
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "neighbouring rows" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and "neighbouring rows" in engine["rounding_because"]
 
 
 def test_values_that_changed_on_their_way_from_the_lane_are_those_that_count() -> None:
@@ -200,7 +200,7 @@ def test_values_that_changed_on_their_way_from_the_lane_are_those_that_count() -
 
 @pytest.mark.tries_anew
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_computes_something_else_than_the_model_means_boundaries(
+def test_what_computes_something_else_than_the_model_means_rounding(
     dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     """However equal its bits are: attention that forgets one of its arguments, say."""
@@ -215,7 +215,7 @@ def test_what_computes_something_else_than_the_model_means_boundaries(
         layer.self_attn.scaling = 0.9
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "something else" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and "something else" in engine["rounding_because"]
 
 
 def test_weights_are_packed_anew_in_another_environment() -> None:
@@ -358,7 +358,7 @@ def test_a_hook_that_changes_what_the_next_layer_reads_is_not_passed_by() -> Non
         found = [logits(live)]
     for pack in (True, False):
         with ks.wrap(model, processor, pack=pack) as vlm:
-            assert vlm.stats()["engine"]["any_cut"]
+            assert vlm.stats()["engine"]["exactness"] == "bits"
             found.append(logits(vlm))
     wanted = found.pop()
     assert not torch.equal(before[0], wanted[0])
@@ -377,7 +377,7 @@ def test_inputs_are_watched_while_a_model_is_tried(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(linear.Packed, "split", changing)
     with wrapped("qwen3_vl", pack=True) as vlm:
-        assert "changes between layers" in vlm.stats()["engine"]["boundaries_because"]
+        assert "changes between layers" in vlm.stats()["engine"]["rounding_because"]
 
 
 @pytest.mark.tries_anew

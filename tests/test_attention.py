@@ -75,7 +75,7 @@ def test_a_turn_copies_no_keys_and_leaves_the_environment_alone(
     model, processor = build("qwen3_vl")
     monkeypatch.setattr(sdpa_attention, "repeat_kv", counted)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         messages = [turn("Look at this picture.", picture(1))]
         vlm.chat(messages, max_new_tokens=2)
         vlm.chat([*messages, turn("Fine.", role="assistant"), turn("Why?")], max_new_tokens=2)

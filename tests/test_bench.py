@@ -34,7 +34,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A smoke run of everything on a tiny checkpoint."""
     folder = tmp_path_factory.mktemp("bench")
     out = folder / "result.json"
-    argv = ["--model-shape", "qwen3_vl", "--size", "tiny", "--scale", "smoke", "--grain", "16"]
+    argv = ["--model-shape", "qwen3_vl", "--size", "tiny", "--scale", "smoke"]
     assert bench.main([*argv, "--folder", str(folder), "--out", str(out)]) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found

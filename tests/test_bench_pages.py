@@ -20,7 +20,7 @@ SMALL = ["--size", "tiny", "--shape", "qwen3_vl"]
 def test_pages_come_from_packages_and_answers_are_those_of_stock(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     argv = [*SMALL, "--shelf", "5", "--pages", "2", "--turns", "3", "--page", "64x64"]
-    argv += ["--grain", "16", "--folder", str(tmp_path), "--out", str(out)]
+    argv += ["--folder", str(tmp_path), "--out", str(out)]
     assert pages.main(argv) == 0
     result = json.loads(out.read_text())
     assert str(tmp_path) not in out.read_text()

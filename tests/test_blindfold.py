@@ -24,7 +24,7 @@ ONE = {"max_new_tokens": 1, "do_sample": False}
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ALL])
 def test_known_pictures_are_answered_and_new_ones_refused(kind: str) -> None:
     model, processor = build(kind)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         parts = tower_parts(vlm.runtime.family)
         assert parts
         vlm.encode(picture(1))
@@ -102,7 +102,7 @@ def test_another_tower_run_by_hand() -> None:
 
 def test_certify_counts_runs_and_bytes() -> None:
     model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         found = certify(vlm.runtime, [picture(1), picture(2)], "What?")
         checks = {one.what: one for one in found.checks}
         package = vlm.encode(picture(1))

@@ -51,7 +51,7 @@ pytestmark = [
 def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
     """The demo model with a template that has a place for tools, calls and their results."""
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as vlm, live(vlm) as it:
+    with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm, live(vlm) as it:
         yield it
 
 

@@ -363,7 +363,7 @@ def test_a_packed_package_answers_and_leaves_exact_answers_alone(
     demo_parts: dict[str, Any], tmp_path: Path
 ) -> None:
     model, processor = demo_parts["demo"]
-    vlm = ks.wrap(model, processor, grain=16)
+    vlm = ks.wrap(model, processor)
     pack = vlm.encode(picture(1))
     assert isinstance(pack, Package)
     lossy = Package.load(pack.pack("int8").save(tmp_path / "x.sight"))

@@ -87,7 +87,7 @@ def site() -> Iterator[Site]:
 @pytest.fixture
 def small(demo_parts: dict[str, Any]) -> Iterator[Any]:
     """A model with little room: for what URLs gave there are 192 KiB."""
-    with ks.wrap(*demo_parts["demo"], grain=16, vision_budget="3MiB", cache_budget="3MiB") as vlm:
+    with ks.wrap(*demo_parts["demo"], vision_budget="3MiB", cache_budget="3MiB") as vlm:
         yield vlm
 
 
@@ -134,7 +134,7 @@ def test_all_that_outlives_a_call_is_counted(small: Any, site: Site) -> None:
         lambda: chat.ask("What?", [site.url(10)], max_new_tokens=1),
         lambda: next(iter(vlm.stream([turn("And?", picture(3))]))),
         lambda: vlm.pin([turn("What?", picture(1))]),
-        lambda: vlm.ask(site.url(1), "What?", exact=False, max_new_tokens=2),
+        lambda: vlm.ask(site.url(1), "What?", max_new_tokens=2),
         lambda: vlm.delete(site.url(4)),
         lambda: vlm.clear(tenant="a"),
         lambda: vlm.ask([site.url(n) for n in (1, 2, 12)], "What?", max_new_tokens=1),

@@ -57,7 +57,7 @@ def on_two_devices(kind: str) -> tuple[Any, Any]:
 
 
 def wrapped(parts: tuple[Any, Any], **options: Any) -> Any:
-    return ks.wrap(*parts, grain=16, **options)
+    return ks.wrap(*parts, **options)
 
 
 def asked() -> list[list[Any]]:
@@ -70,6 +70,11 @@ def loud(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     here that is an error."""
     yield
     assert not caplog.records, caplog.records[0].getMessage()
+
+
+def alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """What another pass computed: on a device equal to rounding."""
+    return torch.allclose(found.cpu(), wanted.cpu(), rtol=1e-4, atol=1e-4)
 
 
 def computed(vlm: Any) -> int:
@@ -85,7 +90,7 @@ def test_a_store_gives_back_what_lay_on_a_device(kind: str, tmp_path: Path) -> N
     first, _, third = asked()
     with wrapped(parts, store=tmp_path) as vlm:
         before = [logits(vlm, first), logits(vlm, third)]
-        assert torch.equal(before[1], cold(vlm, third))
+        assert alike(before[1], cold(vlm, third))
     with wrapped(parts, store=tmp_path) as vlm:
         assert torch.equal(logits(vlm, third), before[1])
         assert torch.equal(logits(vlm, first), before[0]) and computed(vlm) == 0
@@ -103,7 +108,7 @@ def test_stored_and_new_features_meet_in_one_prompt(kind: str, tmp_path: Path) -
     with wrapped(parts, store=tmp_path) as vlm:
         found = logits(vlm, both)
         assert vlm.stats()["features"]["disk"] == vlm.stats()["features"]["encoded"] == 1
-        assert torch.equal(found, cold(vlm, both))
+        assert alike(found, cold(vlm, both))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +131,7 @@ def test_a_package_from_a_file_is_used_on_the_device(tmp_path: Path) -> None:
         path = vlm.encode(picture(1)).save(tmp_path / "one.sight")
         given = [turn("Compare these two.", ks.Package.load(path), picture(2))]
         pixels = [turn("Compare these two.", picture(1), picture(2))]
-        assert torch.equal(logits(vlm, given), logits(vlm, pixels))
+        assert alike(logits(vlm, given), logits(vlm, pixels))
 
 
 @pytest.mark.parametrize("kind", [FULL, "qwen3_5"])
@@ -181,7 +186,7 @@ def test_a_model_that_moves_leaves_nothing_behind() -> None:
         known = cold(vlm, second)
         logits(vlm, first)
         model.to(device(1))
-        assert torch.equal(logits(vlm, second).cpu(), known.cpu())
+        assert alike(logits(vlm, second), known)
         assert {t.device for n in vlm.runtime.tree.nodes() for t in n.tensors()} == {device(1)}
         vlm.runtime.tree.check()
 
@@ -266,7 +271,7 @@ def test_callers_with_streams_of_their_own_follow_each_other(kind: str, streams:
             with streams.stream(streams.Stream(device())):
                 vlm.prepare(messages)  # nobody waits for what it computes
         with streams.stream(streams.Stream(device())):
-            assert torch.equal(logits(vlm, asked()[1]), known)
+            assert alike(logits(vlm, asked()[1]), known)
 
 
 # -- two devices ---------------------------------------------------------------------------------
@@ -281,7 +286,7 @@ def test_a_model_on_two_devices(kind: str, tmp_path: Path) -> None:
     for parts, folder in ((one, "one"), (two, "two")):
         with wrapped(parts, store=tmp_path / folder) as vlm:
             known = [logits(vlm, first), logits(vlm, second)]
-            assert torch.equal(known[1], cold(vlm, second))
+            assert alike(known[1], cold(vlm, second))
             last = {lane.full[-1].keys.device for lane in vlm.runtime.engine.lanes._idle}
             assert last == {device(int(folder == "two"))}
     for parts, folder in ((one, "two"), (two, "one"), (two, "two")):

@@ -27,7 +27,7 @@ NAMES = list(COLORS)
 @pytest.fixture
 def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as wrapped:
+    with ks.wrap(model, processor) as wrapped:
         yield wrapped
 
 
@@ -126,7 +126,7 @@ def test_a_second_run_computes_nothing(
 ) -> None:
     out = tmp_path / "out"
     list(encode([photos / "p0.png"], vlm, files=out))
-    again = ks.wrap(*demo_parts["demo"], grain=16)
+    again = ks.wrap(*demo_parts["demo"])
     results = list(encode([photos], again, files=out))
     assert statuses(results) == {"p0.png": "kept", "p1.png": "encoded", "p2.png": "encoded"}
     assert towers(again) == (2, 2)
@@ -141,7 +141,7 @@ def test_names_do_not_matter(
     key = ks.Package.load(second.package).key
     first.package.rename(out / "renamed.sight")
     second.package.write_bytes((out / "renamed.sight").read_bytes())  # another image's package
-    again = ks.wrap(*demo_parts["demo"], grain=16)
+    again = ks.wrap(*demo_parts["demo"])
     results = list(encode([photos], again, files=out))
     assert statuses(results) == {"p0.png": "kept", "p1.png": "encoded", "p2.png": "kept"}
     assert towers(again) == (1, 1)
@@ -189,7 +189,7 @@ def test_other_weights_are_encoded_beside(
 ) -> None:
     out = tmp_path / "out"
     list(encode([photos], vlm, files=out))
-    other = ks.wrap(*demo_parts["demo-hybrid"], grain=16)
+    other = ks.wrap(*demo_parts["demo-hybrid"])
     assert set(statuses(encode([photos], other, files=out)).values()) == {"encoded"}
     assert len(list(out.glob("*.sight"))) == 6
     assert set(statuses(encode([photos], vlm, files=out)).values()) == {"kept"}
@@ -201,7 +201,7 @@ def test_other_processor_settings_are_encoded_beside(
     out = tmp_path / "out"
     list(encode([photos], vlm, files=out))
     size = {"shortest_edge": 128 * 128, "longest_edge": 128 * 128}
-    other = ks.wrap(*demo_parts["demo"], grain=16, image_options={"size": size})
+    other = ks.wrap(*demo_parts["demo"], image_options={"size": size})
     results = list(encode([photos], other, files=out))
     assert {result.status for result in results} == {"encoded"}
     assert {result.tokens for result in results} == {16}
@@ -213,8 +213,8 @@ def test_another_making_is_encoded_beside_unless_any_is_accepted(
     out = tmp_path / "out"
     list(encode([photos], vlm, files=out))
     torch.set_num_threads(2)  # part of how features are made on a CPU
-    lenient = ks.wrap(*demo_parts["demo"], grain=16, accept_features="any")
+    lenient = ks.wrap(*demo_parts["demo"], accept_features="any")
     assert set(statuses(encode([photos], lenient, files=out)).values()) == {"kept"}
-    strict = ks.wrap(*demo_parts["demo"], grain=16)
+    strict = ks.wrap(*demo_parts["demo"])
     assert set(statuses(encode([photos], strict, files=out)).values()) == {"encoded"}
     assert len(list(out.glob("*.sight"))) == 6

@@ -36,7 +36,7 @@ QUESTION = "Describe the picture."
 
 
 def open_vlm(parts: dict[str, Any], store: Path | None, **options: Any) -> Any:
-    return ks.wrap(*parts["demo"], grain=16, store=store, **options)
+    return ks.wrap(*parts["demo"], store=store, **options)
 
 
 @pytest.fixture

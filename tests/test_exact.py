@@ -16,7 +16,6 @@ from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 
-GRAIN = 16
 # Through messages; the shipped suite does the same for every family, through tensors.
 SOME = ["qwen3_vl", "qwen3_5", "sliding", "internvl"]
 
@@ -43,7 +42,7 @@ def logits(vlm: Any, messages: list[Any], **options: Any) -> torch.Tensor:
 
 def cold(vlm: Any, messages: list[Any]) -> torch.Tensor:
     """The same in a memory that has seen nothing."""
-    with ks.wrap(vlm.model, vlm.processor, grain=vlm.runtime.rule.grain) as fresh:
+    with ks.wrap(vlm.model, vlm.processor) as fresh:
         return logits(fresh, messages)
 
 
@@ -84,7 +83,7 @@ def conversation() -> list[list[Any]]:
 @pytest.mark.parametrize("kind", SOME)
 def test_warm_equals_cold_and_stock(kind: str) -> None:
     model, processor = build(kind)
-    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in conversation():
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
             assert_like_stock(vlm, messages)
@@ -96,7 +95,7 @@ def test_warm_equals_cold_and_stock(kind: str) -> None:
 def test_warm_equals_cold_in_bfloat16(kind: str, attention: str) -> None:
     model, processor = build(kind, torch.bfloat16)
     model.set_attn_implementation(attention)
-    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in conversation():
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
     model.set_attn_implementation("sdpa")
@@ -105,7 +104,7 @@ def test_warm_equals_cold_in_bfloat16(kind: str, attention: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_demo_models_warm_equals_cold(demo: Any, dtype: torch.dtype) -> None:
     model = copy.deepcopy(demo.model).to(dtype)  # cast back, it would be another model
-    with ks.wrap(model, demo.processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, demo.processor) as vlm:
         for messages in conversation():
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
 
@@ -114,7 +113,7 @@ def test_demo_models_warm_equals_cold(demo: Any, dtype: torch.dtype) -> None:
 def test_pictures_matter(kind: str) -> None:
     """The control without which every test above could pass by not looking."""
     model, processor = build(kind)
-    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, processor) as vlm:
         question = "What do you see in this picture here?"
         one = logits(vlm, [turn(question, picture(1))])
         other = logits(vlm, [turn(question, picture(2))])
@@ -124,14 +123,14 @@ def test_pictures_matter(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding"])
 def test_interleaved_conversations_do_not_touch(kind: str) -> None:
     model, processor = build(kind)
-    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, processor) as vlm:
         one, two = vlm.session(), vlm.session("You are brief.")
         one_a = one.ask("Look.", picture(1), max_new_tokens=4)
         two_a = two.ask("Look.", picture(2, 160, 96), max_new_tokens=4)
         one_b = one.ask("What colour?", max_new_tokens=4)
         two_b = two.ask("What colour?", picture(3), max_new_tokens=4)
         for session, last in ((one, one_b), (two, two_b)):
-            with ks.wrap(model, processor, grain=GRAIN) as fresh:
+            with ks.wrap(model, processor) as fresh:
                 again = fresh.chat(session.messages[:-1], max_new_tokens=4)
             assert again.tokens == last.tokens
         assert one_a.usage.images_encoded == two_a.usage.images_encoded == 1
@@ -170,7 +169,7 @@ def test_one_changed_pixel_is_a_miss(demo: Any) -> None:
 def test_tiny_budgets_change_no_bit(demo_parts: Any, budget: int) -> None:
     for model, processor in demo_parts.values():
         with ks.wrap(
-            model, processor, grain=GRAIN, cache_budget=budget, vision_budget=budget
+            model, processor, cache_budget=budget, vision_budget=budget
         ) as vlm:
             for messages in conversation()[:5]:
                 assert torch.equal(logits(vlm, messages), cold(vlm, messages))
@@ -203,10 +202,10 @@ def test_restart_answers_from_disk(
 ) -> None:
     model, processor = demo_parts[name]
     messages = conversation()[1]
-    with ks.wrap(model, processor, grain=GRAIN, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         before = logits(vlm, messages)
         vlm.flush()
-    with ks.wrap(model, processor, grain=GRAIN, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         monkeypatch.setattr(type(vlm.runtime.family), "encoder", property(lambda _: _raise))
         monkeypatch.setattr(type(processor.image_processor), "preprocess", _raise)
         after = logits(vlm, messages)
@@ -217,17 +216,6 @@ def test_restart_answers_from_disk(
 
 def _raise(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("this must not run on a warm turn")
-
-
-def test_two_grains_on_one_store(demo_parts: Any, tmp_path: Path) -> None:
-    model, processor = demo_parts["demo"]
-    messages = conversation()[2]
-    results = {}
-    for grain in (16, 40, 16, 40):
-        with ks.wrap(model, processor, grain=grain, store=tmp_path) as vlm:
-            found = logits(vlm, messages)
-            assert torch.equal(results.setdefault(grain, found), found)
-            assert torch.equal(found, cold(vlm, messages))
 
 
 def test_batch_equals_one_by_one() -> None:
@@ -243,7 +231,7 @@ def test_batch_equals_one_by_one() -> None:
     processor.tokenizer.padding_side = "left"
     batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
     stock = model.generate(**batch, max_new_tokens=6, do_sample=False)
-    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, processor) as vlm:
         ours = vlm.generate(**batch, max_new_tokens=6, do_sample=False)
         assert torch.equal(ours, stock)
         again = vlm.generate(
@@ -257,30 +245,28 @@ def test_batch_equals_one_by_one() -> None:
             assert stock[row, width : width + len(reply.tokens)].tolist() == reply.tokens
 
 
-def test_long_prompt_is_cut_every_2048_tokens() -> None:
+def test_a_prompt_of_several_passes() -> None:
     model, processor = build("qwen3_5")
     text = "many words in a row " * 700
     messages = [turn(text, picture(1))]
-    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+    with ks.wrap(model, processor) as vlm:
         prompt = vlm.render(messages)
         assert len(prompt) > 2 * 2048
-        assert len(prompt.boundaries(vlm.runtime.rule)) >= 3
         first = logits(vlm, messages)
         longer = [*messages, turn("Yes.", role="assistant"), turn("And?", picture(2))]
         assert torch.equal(logits(vlm, longer), cold(vlm, longer))
         assert torch.equal(logits(vlm, messages), first)
 
 
-def test_an_image_longer_than_a_run_is_cut_inside() -> None:
+def test_an_image_longer_than_a_pass_is_cut_inside() -> None:
     """A causal family may be cut inside an image; its features are then fed in parts."""
     model, processor = build("qwen3_vl")
     options = {"size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 4096 * 32 * 32}}
     image = picture(1, 1472, 1472)  # 2,116 tokens
-    with ks.wrap(model, processor, grain=GRAIN, image_options=options) as vlm:
+    with ks.wrap(model, processor, image_options=options) as vlm:
         messages = [turn("Big.", image)]
         prompt = vlm.render(messages)
-        cuts = prompt.boundaries(vlm.runtime.rule)
-        assert any(a < cut < b for cut in cuts for a, b in prompt.ranges[0])
+        assert any(a < 2048 < b for a, b in prompt.ranges[0])
         warm = [*messages, turn("Yes.", role="assistant"), turn("Again.")]
         vlm.chat(messages, max_new_tokens=1)
         report = vlm.verify(warm, stock=True)

@@ -332,7 +332,7 @@ def test_ask_makes_an_export_without_the_words_of_exporters(home: Path, expected
 
 
 def test_verify_in_a_process_of_its_own(made: Any, home: Path) -> None:
-    process = keepsight(home, "verify", "made", "--json", "--image", "a.png", "--grain", "16")
+    process = keepsight(home, "verify", "made", "--json", "--image", "a.png")
     output, errors = process.communicate(timeout=120)
     told = json.loads(output.strip().split("\n")[-1])
     assert process.returncode == 0 and told["ok"], errors
@@ -340,7 +340,7 @@ def test_verify_in_a_process_of_its_own(made: Any, home: Path) -> None:
 
 
 def test_serve_in_a_process_of_its_own(made: Any, home: Path, expected: str) -> None:
-    words = ("serve", "made", "--port", "0", "--no-log", "--grain", "16")
+    words = ("serve", "made", "--port", "0", "--no-log")
     process = keepsight(home, *words)
     try:
         assert process.stdout is not None
@@ -445,7 +445,7 @@ for question in sys.argv[3:]:
 def test_the_example_drives_the_graphs_without_torch(made: Any, home: Path) -> None:
     assert (ROOT / "examples/onnx_runtime.py").exists()
     questions = [QUESTION, "What shape is in the picture?", "Where is the shape in the picture?"]
-    with ks.load(made[0], grain=16) as vlm:
+    with ks.load(made[0]) as vlm:
         vlm.encode(home / "a.png").save(home / "a.sight")
         wanted = [vlm.ask(home / "a.png", q, do_sample=False).tokens for q in questions]
     said = finished(start(ALONE, made[0], home / "a.sight", *questions))

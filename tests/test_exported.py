@@ -20,7 +20,7 @@ from keepsight.export.graphs import exporter
 )
 def pair(request: pytest.FixtureRequest) -> Any:
     folder = exported_demo(request.param)
-    with ks.load(str(folder), grain=16) as exported, ks.load(request.param, dtype="float32") as own:
+    with ks.load(str(folder)) as exported, ks.load(request.param, dtype="float32") as own:
         yield exported, own
 
 
@@ -78,10 +78,10 @@ def test_a_second_process_answers_from_the_store(pair: Any, tmp_path: Path) -> N
     exported, _ = pair
     folder = exported.model.exported.folder
     messages = [turn("What do you see?", picture(9, 160, 160))]
-    with ks.load(folder, grain=16, store=tmp_path) as first:
+    with ks.load(folder, store=tmp_path) as first:
         wanted = first.chat(messages, do_sample=False)
         first.flush()
-    with ks.load(folder, grain=16, store=tmp_path) as second:
+    with ks.load(folder, store=tmp_path) as second:
         again = second.chat(messages, do_sample=False)
     assert again.tokens == wanted.tokens
     assert again.usage.images_encoded == 0 and again.usage.cached_tokens > 0
@@ -101,7 +101,7 @@ def test_eight_bits_see_the_same_and_say_how_far_off_they_are(
         for each in (folder, exported.model.exported.folder)
     )
     assert small < 0.32 * large
-    with ks.load(str(folder), grain=16) as vlm:
+    with ks.load(str(folder)) as vlm:
         image = picture(10, 128, 160)
         mine, theirs = vlm.encode(image), exported.encode(image)
         assert torch.equal(mine.tensors["features"], theirs.tensors["features"])

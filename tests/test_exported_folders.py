@@ -77,7 +77,7 @@ def resealed_files(folder: Path) -> None:
 
 
 def answers(folder: Path, **options: Any) -> list[int]:
-    with ks.load(folder, grain=16, **options) as vlm:
+    with ks.load(folder, **options) as vlm:
         return vlm.ask(picture(1), QUESTION, max_new_tokens=4, do_sample=False).tokens
 
 
@@ -370,7 +370,7 @@ def test_weights_outside_the_folder_are_not_read(folder: Path, tmp_path: Path) -
 def test_a_picture_beyond_the_bound_is_named_and_the_next_call_works(folder: Path) -> None:
     sealed(folder, lambda told: told.update(most_patches=40))
     small, large = picture(1, 96, 96), picture(2, 128, 96)
-    with ks.load(folder, grain=16) as vlm:
+    with ks.load(folder) as vlm:
         wanted = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False).tokens
         before = vlm.stats()["engine"]["prefill_tokens"]
         for images in ([large], [small, large]):
@@ -417,7 +417,7 @@ def test_a_change_does_not_make_two_exports_one(whole: Path, folder: Path, tmp_p
     """No package and no state of one serves the other, also where both were changed alike."""
     sealed(folder, lambda told: told["weights"].update(all="1" * 64, vision="2" * 64))
     for changed in (False, True):
-        with ks.load(whole, grain=16) as one, ks.load(folder, grain=16) as other:
+        with ks.load(whole) as one, ks.load(folder) as other:
             for vlm in (one, other) if changed else ():
                 vlm.model.get_decoder().mine = "a setting"
             package, chat = one.encode(picture(1)), one.session()
@@ -430,7 +430,7 @@ def test_a_change_does_not_make_two_exports_one(whole: Path, folder: Path, tmp_p
 
 
 def test_training_and_saving_take_the_checkpoint(whole: Path, tmp_path: Path) -> None:
-    with ks.load(whole, grain=16) as vlm:
+    with ks.load(whole) as vlm:
         with pytest.raises(UnsupportedInput, match="cannot be trained"):
             vlm.model.train()
         with pytest.raises(UnsupportedInput, match=r"copy .* instead"):
@@ -470,7 +470,7 @@ def test_an_export_is_tried_with_a_newer_transformers(
     true = probe._difference
     monkeypatch.setattr(probe, "_difference", lambda *a: tried.append("") or true(*a))
     monkeypatch.setitem(TESTED, "transformers", "5.22.0")
-    with ks.load(whole, grain=16) as vlm:
+    with ks.load(whole) as vlm:
         assert tried
         assert vlm.ask(picture(1), QUESTION, max_new_tokens=2).tokens
 
@@ -507,4 +507,4 @@ def test_a_graph_of_another_part_is_named_when_it_is_loaded(part: str, folder: P
     resealed_files(folder)
     sealed(folder, lambda told: told.update(appends=part == "head" and told["appends"]))
     with pytest.raises(ModelError, match=rf"the {part}'s graph takes .* which this model lacks"):
-        ks.load(folder, grain=16)
+        ks.load(folder)

@@ -58,7 +58,7 @@ def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
 
 def wrapped(kind: str, **options: Any) -> tuple[ks.VLM, ks.VLM]:
     """The export and its model, each with an empty memory."""
-    options = {"grain": 16, **options}
+    options = {**options}
     processor = small(kind)[1]
     return ks.wrap(exported(kind), processor, **options), ks.wrap(*small(kind), **options)
 
@@ -307,10 +307,10 @@ def test_answers_together_are_those_alone() -> None:
 
 def test_a_second_process_answers_from_the_store(tmp_path: Path) -> None:
     messages = [turn("What do you see?", picture(9, 160, 160))]
-    with ks.load(exported_folder("qwen3_vl"), grain=16, store=tmp_path) as first:
+    with ks.load(exported_folder("qwen3_vl"), store=tmp_path) as first:
         wanted = first.chat(messages, max_new_tokens=8, do_sample=False)
         first.flush()
-    with ks.load(exported_folder("qwen3_vl"), grain=16, store=tmp_path) as second:
+    with ks.load(exported_folder("qwen3_vl"), store=tmp_path) as second:
         again = second.chat(messages, max_new_tokens=8, do_sample=False)
     assert again.tokens == wanted.tokens
     assert again.usage.images_encoded == 0 and again.usage.cached_tokens > 0
@@ -326,11 +326,11 @@ def test_weights_in_few_bits_are_near_and_as_exact(kind: str, tmp_path: Path) ->
         assert sizes[0] > (5 if (kind, part) == ("int4", "decoder") else 3) * sizes[1]
     replace(read(source), quantised=kind, files=files_in(target)).save(target)
     model, processor = small("qwen3_vl")
-    off = deviation(ks.wrap(model, processor, grain=16), target)
+    off = deviation(ks.wrap(model, processor), target)
     assert off["features"] < 1e-5  # the tower is as it was
     assert 1e-4 < off["logits"] < (0.1 if kind == "int8" else 0.5)
     messages = [turn("What do you see?", picture(1, 96, 96)), turn("And?", picture(2, 160, 96))]
-    with ks.load(target, grain=16) as vlm:
+    with ks.load(target) as vlm:
         assert vlm.verify(messages).equal
 
 
@@ -338,7 +338,7 @@ def test_weights_in_few_bits_are_near_and_as_exact(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", _DEMOS)
 def test_the_demo_models_answer_as_ever(kind: str) -> None:
     images = [picture(4, 128, 96), picture(5, 96, 128), picture(6, 192, 64)]
-    with ks.load(exported_folder(kind), grain=16) as vlm, ks.load(kind, dtype="float32") as own:
+    with ks.load(exported_folder(kind)) as vlm, ks.load(kind, dtype="float32") as own:
         messages = [turn("What do you see?", images[0])]
         for image in images[1:]:
             answers = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from models import build
 
-from keepsight.prefix.prompt import RUN
+from keepsight.prefix.prompt import PASS
 from keepsight.testing import FamilyTests
 
 
@@ -21,14 +21,14 @@ class TestQwen25VL(FamilyTests):
 
 
 class TestSliding(FamilyTests):
-    long_words, long_run = 4400, RUN  # more than 4,096 tokens
+    long_words, long_run = 4400, PASS  # more than 4,096 tokens
 
     def make_model(self) -> tuple[Any, Any]:
         return build("sliding")
 
 
 class TestQwen3VL(FamilyTests):
-    long_words, long_run = 4400, RUN  # more than 4,096 tokens
+    long_words, long_run = 4400, PASS  # more than 4,096 tokens
 
     def make_model(self) -> tuple[Any, Any]:
         return build("qwen3_vl")
@@ -40,7 +40,7 @@ class TestQwen3VLMoe(FamilyTests):
 
 
 class TestQwen35(FamilyTests):
-    long_words, long_run = 4400, RUN  # more than 4,096 tokens
+    long_words, long_run = 4400, PASS  # more than 4,096 tokens
 
     def make_model(self) -> tuple[Any, Any]:
         return build("qwen3_5")

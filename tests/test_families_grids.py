@@ -54,6 +54,8 @@ class TestVideoLlama3Merged(FamilyTests):
 
 
 class TestKimi(FamilyTests):
+    decodes_together = False
+
     def make_model(self) -> tuple[Any, Any]:
         return build("kimi_k25")
 
@@ -65,7 +67,7 @@ def inputs_of(kind: str, *pictures: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """An empty memory, and what the processor makes of one question."""
     model, processor = build(kind)
     inputs = stock_inputs(processor, [turn(QUESTION, *pictures)])
-    return ks.wrap(model, processor, grain=16), inputs
+    return ks.wrap(model, processor), inputs
 
 
 def answer(vlm: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -107,12 +109,13 @@ def test_a_chunk_of_nothing_but_a_picture() -> None:
     """Ernie's text experts get no token at all, between the second cut and the third."""
     model, processor = build("ernie4_5_vl_moe")
     template = processor.chat_template.replace("Picture:", "")
-    with ks.wrap(model, processor, grain=16, chat_template=template) as vlm:
+    with ks.wrap(model, processor, chat_template=template) as vlm:
         messages = [turn(QUESTION, picture(1), picture(2, 160, 96))]
         prompt = vlm.render(messages)
-        first, second = prompt.boundaries(vlm.runtime.rule)[:2]
+        first, second = [*prompt.ends(vlm.runtime.rule)][:2]
         routes = vlm.runtime.family.chunk_inputs(prompt.ids, prompt.types, first, second)
         assert routes["moe_mm_token_type_ids"].all()
+        vlm.runtime.engine.longest_pass = second - first
         stock = {**vlm.inputs(messages), "max_new_tokens": 6, "do_sample": False}
         length = len(prompt)
         wanted = model.generate(**stock)[0, length:].tolist()
@@ -122,7 +125,7 @@ def test_a_chunk_of_nothing_but_a_picture() -> None:
 def test_a_typed_placeholder_meets_the_text_experts() -> None:
     """What a user types is text, also for the router."""
     model, processor = build("ernie4_5_vl_moe")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         prompt = vlm.render([turn("Is <|IMAGE_START|> or <|VIDEO_PLACEHOLDER|> a word?")])
         routes = vlm.runtime.family.chunk_inputs(prompt.ids, prompt.types, 0, len(prompt))
         assert not routes["moe_mm_token_type_ids"].any()

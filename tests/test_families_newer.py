@@ -46,6 +46,8 @@ class TestExaone(FamilyTests):
 
 
 class TestLfm3(FamilyTests):
+    decodes_together = False
+
     def make_model(self) -> tuple[Any, Any]:
         return build("lfm3_vl")
 

@@ -79,13 +79,13 @@ def ask(owner: Any, inputs: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sound_is_remembered(kind: str) -> None:
     model, processor = build(kind)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for number, messages in enumerate(conversation(kind)):
             inputs = stock_inputs(processor, messages)
             stock, warm = ask(model, inputs), ask(vlm, inputs)
             for wanted, found in zip(stock.logits, warm.logits, strict=True):
                 assert float((wanted - found).abs().max()) < 1e-4 * float(wanted.abs().max())
-            with ks.wrap(model, processor, grain=16) as fresh:
+            with ks.wrap(model, processor) as fresh:
                 assert torch.equal(ask(fresh, inputs).logits[0], warm.logits[0])
             assert vlm.render(messages).ids.tolist() == inputs["input_ids"][0].tolist()
             reply = vlm.chat(messages, max_new_tokens=2, do_sample=False)
@@ -102,7 +102,7 @@ def test_sound_matters_and_is_a_package(kind: str, tmp_path: Any) -> None:
     model, processor = build(kind)
     one, other = (ask(model, stock_inputs(processor, conversation()[i])).logits[0] for i in (0, 3))
     assert float((one - other).abs().max()) > 1e-2 * float(one.abs().max())
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         pack = vlm.encode({"type": "audio", "audio": sound(1)})
         assert pack.modality == "audio"
         again = ks.Package.load(pack.save(tmp_path / "tune.sight"))
@@ -133,7 +133,7 @@ def test_a_saved_session_holds_the_sound_in_its_messages(tmp_path: Path) -> None
 def test_bad_sound_is_refused_by_name() -> None:
     model, processor = build(KINDS[0])
     good = conversation()[0]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         wanted = vlm.chat(good, max_new_tokens=2).tokens
         for clip, error in (
             ({"array": sound(1), "sampling_rate": 8000}, InputError),
@@ -180,7 +180,7 @@ def video_prompt(model: Any, count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_videos_as_tensors(kind: str) -> None:
     model, _ = build(kind)
-    with ks.wrap(model, None, grain=16) as vlm:
+    with ks.wrap(model, None) as vlm:
         for count in (1, 2):
             inputs = video_prompt(model, count)
             stock, ours = ask(model, inputs), ask(vlm, inputs)

@@ -74,12 +74,13 @@ class TestOvis2(FamilyTests):
     def test_frame_tokens_count_in_chunks_without_tiles(self) -> None:
         """The control: the last frame token of an image is in the chunk behind its tiles."""
         chat = [turn("What do you see?", self.picture(1)), answered("Dots."), turn("More?")]
-        with self.wrap() as vlm:
+        with self.wrap(7) as vlm:
             family = vlm.runtime.family
             true, right = self.logits(vlm, chat), family.feature_inputs
             family.feature_inputs = lambda parts, ids: right(parts, ids) if parts else {}
             with self.wrap() as other:
                 other.runtime = other.runtime.fresh(family)
+                other.runtime.engine.longest_pass = 7
                 wrong = self.logits(other, chat)
         self.expect_differ(true, wrong, "the embedding of a frame token")
 

@@ -74,6 +74,7 @@ class TestGemma4Vision(FamilyTests):
 
 
 class TestGemma4Unified(FamilyTests):
+    decodes_together = False
     nests_images = True
 
     def make_model(self) -> tuple[Any, Any]:
@@ -84,6 +85,7 @@ class TestGemma4Unified(FamilyTests):
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 class TestPaliGemma(FamilyTests):
     reuse = "whole prompt"
+    decodes_together = False
     takes_text_alone = False
 
     def make_model(self) -> tuple[Any, Any]:
@@ -93,7 +95,7 @@ class TestPaliGemma(FamilyTests):
         """Upstream asks the cache whether this is the first chunk; with eager masks it shows."""
         model, processor = copy.deepcopy(self.parts[0]), self.parts[1]
         model.set_attn_implementation("eager")
-        with ks.wrap(model, processor, grain=self.grain) as vlm:
+        with ks.wrap(model, processor) as vlm:
             for number in range(6):
                 inputs = self.inputs(processor, [turn(f"Number {number}?", self.picture(number))])
                 options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True}
@@ -117,25 +119,25 @@ class SameMedia(FamilyTests):
 
     def test_words_before_and_after_pictures(self) -> None:
         """A text is remembered without pictures, and with others; lanes keep none of theirs."""
-        words = [turn("Only words, and enough of them to have a boundary somewhere.")]
+        words = [turn("Only words, and enough of them to be remembered.")]
         seen = [*words, answered("Yes."), turn("Now look.", self.picture(1), self.picture(2))]
         after = [*seen, answered("Noise."), turn("Why is that?")]
         other = [turn("Other words than before, all of them, and no picture.")]
         with self.wrap() as vlm:
             for number, messages in enumerate((words, seen, after, words, other, seen, after)):
                 ours = self.expect_as_stock(vlm, messages, f"prompt {number}")
-                assert torch.equal(ours.logits[0], self.cold(messages))
+                assert self.same(vlm, ours.logits[0], self.cold(messages))
 
 
 class TestMolmo2(SameMedia):
     def make_model(self) -> tuple[Any, Any]:
         return build("molmo2")
 
-    def test_a_boundary_stands_behind_the_frame(self) -> None:
+    def test_a_snapshot_ends_behind_the_frame(self) -> None:
         """The tokens that close an image are seen by all of its patches."""
         with self.wrap() as vlm:
             prompt = vlm.render(self.conversation()[2])
-            first = prompt.boundaries(vlm.runtime.rule)[0]
+            first = next(prompt.ends(vlm.runtime.rule))
             assert prompt.ids[first - 1] == vlm.model.config.image_end_token_id
             assert first == max(ranges[-1][1] for ranges in prompt.ranges) + 2
 
@@ -150,6 +152,7 @@ class TestMolmo2(SameMedia):
 
 
 class TestMllama(SameMedia):
+    decodes_together = False
     nests_images = True
 
     def make_model(self) -> tuple[Any, Any]:
@@ -206,7 +209,7 @@ class TestMllama(SameMedia):
         with self.wrap() as vlm:
             for goes_on in (messages, [*messages, answered("I see."), turn("Well?")]):
                 ours = self.expect_as_stock(vlm, goes_on, "text between images")
-                assert torch.equal(ours.logits[0], self.cold(goes_on))
+                assert self.same(vlm, ours.logits[0], self.cold(goes_on))
             assert self.ask(vlm, [*messages, answered("I see."), turn("So?")]).usage.cached_tokens
 
 
@@ -219,7 +222,7 @@ class TestMllama(SameMedia):
 )
 def test_verify_against_stock(kind: str) -> None:
     """One forward of stock from joined pixels, as anyone may check on a model of their own."""
-    with ks.wrap(*build(kind), grain=16) as vlm:
+    with ks.wrap(*build(kind)) as vlm:
         question = turn("Compare them.", picture(1), picture(3, 160, 96), picture(2))
         found = vlm.verify([question, answered("Why?"), turn("Say it again.")], stock=True)
         assert found and found.stock_max_difference < 1e-4 * found.stock_scale
@@ -231,7 +234,7 @@ def test_verify_against_stock(kind: str) -> None:
     [("molmo2", "image_grids", [[2, 2, 4, 5]]), ("mllama", "num_tiles", [9])],
 )
 def test_a_package_whose_grid_lies(kind: str, name: str, grid: list[Any]) -> None:
-    with ks.wrap(*build(kind), grain=16) as vlm:
+    with ks.wrap(*build(kind)) as vlm:
         package = vlm.encode(picture(1))
         assert vlm.ask(package, "What is it?", max_new_tokens=1).usage.images_encoded == 0
         with pytest.raises(ks.errors.KeepsightError):
@@ -252,5 +255,5 @@ def test_patches_without_their_places_are_refused() -> None:
     model, processor = build("gemma4_vision")
     inputs = stock_inputs(processor, [turn("Look.", picture(1))])
     del inputs["image_position_ids"]
-    with ks.wrap(model, processor, grain=16) as vlm, pytest.raises(ks.errors.PlaceholderMismatch):
+    with ks.wrap(model, processor) as vlm, pytest.raises(ks.errors.PlaceholderMismatch):
         vlm.generate(**inputs, max_new_tokens=1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import picture, turn
-from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, steps
+from models import build, picture, turn
+from test_query_rows import logits, some_ids
 
 import keepsight as ks
 from keepsight.core.kernels import few_rows
@@ -23,7 +23,6 @@ pytestmark = [
 ]
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 CHATS = [[turn("What is it?", picture(1))], [turn("Only words here. " * 30)]]
-__all__ = ["at_once"]
 
 
 def few(vlm: ks.VLM) -> int:
@@ -73,11 +72,11 @@ def test_small_weights_and_shapes_without_a_rule_are_not_timed(
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_bits_are_the_same_for_every_number(
-    kind: str, dtype: torch.dtype, number: int, monkeypatch: pytest.MonkeyPatch, at_once: None
+    kind: str, dtype: torch.dtype, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded by the model and by lists, alone and together."""
+    """Decoded alone and together."""
     model, processor = build(kind, dtype)
-    with by_the_model(), ks.wrap(model, processor, pack=True) as vlm:
+    with ks.wrap(model, processor, pack=True) as vlm:
         assert few(vlm) == 1
         wanted = [logits(vlm, some_ids(count)) for count in (40, 131)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
@@ -97,7 +96,6 @@ def test_bits_are_the_same_for_every_number(
         with vlm.runtime.lock:
             asked = [together.submit(chat, **GREEDY) for chat in CHATS]
         assert [one.result().tokens for one in asked] == alone
-        assert any(step.ran for step in steps(vlm).values()), steps(vlm)
     assert min(called) == number
 
 

@@ -39,7 +39,7 @@ def ask(store: Path, kind: str = "qwen3_vl", **settings: Any) -> tuple[Any, ...]
         reply = vlm.chat(LOOK, max_new_tokens=3)
         engine = vlm.stats()["engine"]
         vlm.flush()
-        return reply.report.cached_tokens, reply.tokens, engine["any_cut"], engine
+        return reply.report.cached_tokens, reply.tokens, engine["exactness"] == "bits", engine
 
 
 def notes(store: Path) -> list[Path]:
@@ -66,14 +66,14 @@ def test_a_model_is_tried_once_for_a_store(
 
 def test_why_it_does_not_hold_is_noted_too(tmp_path: Path, trials: list[str]) -> None:
     first, second = (ask(tmp_path, "llama4")[3] for _ in range(2))
-    assert len(trials) <= 1 and not first["any_cut"]
-    assert first["boundaries_because"] == second["boundaries_because"]
+    assert len(trials) <= 1 and first["exactness"] == "rounding"
+    assert first["rounding_because"] == second["rounding_because"]
 
 
 def test_the_code_that_decides_a_trial_is_part_of_the_machine() -> None:
     house = Path(ks.__file__).parent
     names = {str(file.relative_to(house)) for file in findings.code_files(house)}
-    deciding = ["kernels/attention.py", "trials/any_cut.py", "decoding/recorded_steps.py"]
+    deciding = ["kernels/attention.py", "trials/any_cut.py", "decoding/forward.py"]
     assert names >= {f"core/{name}" for name in deciding} | {"runtimes/modules.py"}
 
 
@@ -102,7 +102,7 @@ def test_a_kernel_that_no_longer_agrees_is_found_out(
     monkeypatch.setattr(linear, "_plain", restless)
     engine = ask(tmp_path, pack=False)[3]
     assert len(trials) == 2
-    assert not engine["any_cut"] and "depend on the number of rows" in engine["boundaries_because"]
+    assert engine["exactness"] == "rounding" and "depend on the number of rows" in engine["rounding_because"]
 
 
 SHAPE = [8, 8, "torch.float32", False, False]

@@ -340,7 +340,7 @@ def test_no_method_that_is_believed_changes_something_else_than_a_tensor() -> No
 @pytest.fixture
 def vlm() -> Iterator[Any]:
     build.cache_clear()
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         yield vlm
     build.cache_clear()
 

@@ -38,7 +38,7 @@ def parts() -> Iterator[tuple[Any, Any]]:
 
 @pytest.fixture
 def vlm(parts: tuple[Any, Any]) -> Iterator[Any]:
-    with ks.wrap(*parts, grain=16) as vlm:
+    with ks.wrap(*parts) as vlm:
         yield vlm
 
 
@@ -55,7 +55,7 @@ def test_a_change_is_noticed_and_so_is_its_end(vlm: Any, name: str, tmp_path: Pa
         after = logits(vlm, MESSAGES)
         assert torch.equal(after, cold(vlm, MESSAGES))
         assert name in SAME_BITS or not torch.equal(after, before)
-        with ks.wrap(vlm.model, vlm.processor, grain=16, store=tmp_path) as changed:
+        with ks.wrap(vlm.model, vlm.processor, store=tmp_path) as changed:
             assert torch.equal(logits(changed, MESSAGES), after)
     finally:
         undo()
@@ -64,7 +64,7 @@ def test_a_change_is_noticed_and_so_is_its_end(vlm: Any, name: str, tmp_path: Pa
     assert report.cached_tokens == report.prompt_tokens
     assert torch.equal(logits(vlm, MESSAGES), before)
     # Nothing that the changed model wrote down answers for the one that is as it was.
-    with ks.wrap(vlm.model, vlm.processor, grain=16, store=tmp_path) as other:
+    with ks.wrap(vlm.model, vlm.processor, store=tmp_path) as other:
         assert other.explain(MESSAGES).cached_tokens == 0
         assert torch.equal(logits(other, MESSAGES), before)
 
@@ -182,7 +182,7 @@ def test_the_scale_of_an_adapter_is_part_of_the_model(parts: tuple[Any, Any]) ->
     build.cache_clear()
     model, processor = build("qwen3_vl")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         model.add_adapter(config, adapter_name="one")
         model.eval()
         first, named = logits(vlm, MESSAGES), namespace(vlm)
@@ -216,7 +216,7 @@ def test_an_adapter_folder_is_bound_to_its_base_and_its_settings(tmp_path: Path)
     def loaded() -> tuple[str, torch.Tensor, torch.Tensor]:
         live, files = loading.load_named(str(adapter), "float32", None, None)
         assert files is not None
-        with VLM(live, processor, files=files, grain=16, store=store) as vlm:
+        with VLM(live, processor, files=files, store=store) as vlm:
             return vlm.runtime.weights.all, logits(vlm, MESSAGES), cold(vlm, MESSAGES)
 
     seen = [loaded()]

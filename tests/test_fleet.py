@@ -68,7 +68,7 @@ def package_of(model_type: str, tokens: int = 4, seed: int = 0, **changes: Any) 
 def test_grid_families_get_all_rows_and_all_grids(kind: str) -> None:
     """Two images of different sizes, against what stock Transformers computes for both at once."""
     model, processor = build(kind)
-    vlm = ks.wrap(model, processor, grain=16)
+    vlm = ks.wrap(model, processor)
     images = [picture(1), picture(2, 128, 64)]
     packs = [vlm.encode(image) for image in images]
     given = engines.to_vllm(packs)["image"]
@@ -90,7 +90,7 @@ def test_grid_families_get_all_rows_and_all_grids(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llava", "llava_next", "llava_onevision", "internvl"])
 def test_row_families_get_a_list_with_one_row_a_token(kind: str) -> None:
     model, processor = build(kind)
-    vlm = ks.wrap(model, processor, grain=16)
+    vlm = ks.wrap(model, processor)
     packs = [vlm.encode(picture(1)), vlm.encode(picture(2, 128, 64))]
     rows = engines.to_vllm(packs)["image"]
     assert [row.shape for row in rows] == [

@@ -27,7 +27,7 @@ KINDS = ("qwen3_vl", "qwen3_5", "sliding", "llava")
 
 
 def assert_warm_equals_cold(model: Any, processor: Any) -> None:
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in conversation():
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
 
@@ -54,7 +54,7 @@ def on_cuda(kind: str) -> tuple[Any, Any]:
 
 
 def wrapped(parts: tuple[Any, Any], **options: Any) -> Any:
-    return ks.wrap(*parts, grain=16, **options)
+    return ks.wrap(*parts, **options)
 
 
 def assert_from_store(parts: tuple[Any, Any], folder: Path, known: torch.Tensor) -> None:
@@ -131,10 +131,10 @@ def test_callers_with_streams_of_their_own_follow_each_other(kind: str) -> None:
 def test_over_several_devices(kind: str, tmp_path: Path) -> None:
     path, store = folder_of(kind, tmp_path / "model"), tmp_path / "store"
     asked = conversation()
-    with ks.load(str(path), device_map="balanced", grain=16, store=store) as vlm:
+    with ks.load(str(path), device_map="balanced", store=store) as vlm:
         known = [logits(vlm, messages) for messages in asked]
         assert all(torch.equal(k, cold(vlm, m)) for k, m in zip(known, asked, strict=True))
     for where in ("balanced", "cuda:0"):  # each layer's state goes where the layer is now
-        with ks.load(str(path), device_map=where, grain=16, store=store) as vlm:
+        with ks.load(str(path), device_map=where, store=store) as vlm:
             assert torch.equal(logits(vlm, asked[2]), known[2])
             assert vlm.runtime.engine.prefill_tokens == 0

@@ -43,7 +43,7 @@ BAD_IMAGES = [
 @pytest.mark.parametrize(("image", "error"), BAD_IMAGES, ids=range(len(BAD_IMAGES)))
 def test_bad_images(demo_parts: Any, image: Any, error: type[Exception]) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         good = vlm.ask(picture(1), "Describe it.", max_new_tokens=4)
         with pytest.raises(error):
             vlm.ask(image, "Describe it.")
@@ -88,7 +88,7 @@ def test_pil_modes_as_the_stock_processor_sees_them(demo_parts: Any, mode: str) 
     model, processor = demo_parts["demo"]
     image = picture(1).convert("L") if mode == "I;16" else picture(1)
     image = image.convert(mode)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         try:
             inputs = stock_inputs(processor, [turn("Describe it.", image)])
         except Exception:
@@ -137,7 +137,7 @@ def test_message_shapes(demo: Any) -> None:
 )
 def test_bad_messages(demo_parts: Any, messages: Any, error: type[Exception]) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         with pytest.raises(error):
             vlm.chat(messages)
         assert vlm.chat([turn("Hello!")], max_new_tokens=2).tokens
@@ -159,7 +159,7 @@ def test_typed_control_tokens_stay_text(demo: Any) -> None:
 def test_bad_tensors() -> None:
     model, processor = build("qwen3_vl")
     inputs = stock_inputs(processor, [turn("Two.", picture(1), picture(2, 160, 96))])
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         good = vlm.generate(**inputs, max_new_tokens=3, do_sample=False)
 
         def refused(error: type[Exception], **changed: Any) -> None:
@@ -240,7 +240,7 @@ def test_an_unusable_store_is_one_warning(
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, store=blocked) as vlm:
+    with ks.wrap(model, processor, store=blocked) as vlm:
         for _ in range(2):
             assert vlm.ask(picture(1), "Describe it.", max_new_tokens=2).tokens
         with pytest.raises(KeepsightError):

@@ -49,7 +49,7 @@ def test_answers_are_those_of_stock_and_the_tower_is_not_called(kind: str) -> No
     model, processor = build(kind)
     sampled = {"do_sample": True, "temperature": 0.7, "top_k": 20}
     wanted = [script(model, processor, m, **o) for m in (FIRST, NEXT) for o in ({}, sampled)]
-    with ks.installed(model, processor, grain=16) as vlm:
+    with ks.installed(model, processor) as vlm:
         found = [script(model, processor, m, **o) for m in (FIRST, NEXT) for o in ({}, sampled)]
         assert all(map(torch.equal, found, wanted))
         with vlm.blindfold():
@@ -225,11 +225,11 @@ def test_samples_share_one_prefill(parts: tuple[Any, Any]) -> None:
 
 def test_nested_other_options_and_after_errors(parts: tuple[Any, Any]) -> None:
     model, processor = parts
-    with pytest.raises(ZeroDivisionError), ks.installed(model, processor, grain=16) as vlm:
-        with ks.installed(model) as inner, ks.installed(model, processor, grain=16):
+    with pytest.raises(ZeroDivisionError), ks.installed(model, processor, drafts=False) as vlm:
+        with ks.installed(model) as inner, ks.installed(model, processor, drafts=False):
             assert inner is vlm
         with pytest.raises(ModelError, match="other options"):
-            ks.install(model, processor, grain=32)
+            ks.install(model, processor, drafts=True)
         assert "generate" in vars(model)
         script(model, processor, FIRST)
         raise ZeroDivisionError
@@ -293,18 +293,18 @@ def test_copied_pickled_trained_and_moved() -> None:
 def test_names_and_stores_are_those_of_a_wrap(parts: tuple[Any, Any], tmp_path: Path) -> None:
     model, processor = parts
     store = str(tmp_path / "store")
-    with ks.wrap(model, processor, store=store, grain=16) as vlm:
+    with ks.wrap(model, processor, store=store) as vlm:
         vlm.chat(FIRST, **GREEDY)
         named = vlm.runtime.refresh()
         vlm.flush()
-    with ks.installed(model, processor, store=store, grain=16) as vlm:
+    with ks.installed(model, processor, store=store) as vlm:
         assert vlm.runtime.refresh() == named and not vlm.runtime.weights.is_private
         with vlm.blindfold():
             script(model, processor, FIRST)
         assert vlm.report().cached_tokens
         script(model, processor, NEXT)
         vlm.flush()
-    with ks.wrap(model, processor, store=store, grain=16) as vlm, vlm.blindfold():
+    with ks.wrap(model, processor, store=store) as vlm, vlm.blindfold():
         assert vlm.chat(NEXT, **GREEDY).usage.cached_tokens
 
 

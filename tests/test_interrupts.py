@@ -127,7 +127,7 @@ def test_interrupts_at_random_moments() -> None:
 
 # Python swallows what is raised while an object is dropped.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("file", ["lock.py", "turn.py"])
+@pytest.mark.parametrize("file", ["lock.py", "engine.py"])
 def test_an_interrupt_at_each_call_and_return(demo_parts: Any, file: str) -> None:
     with ks.wrap(*demo_parts["demo"], cache_budget="3MB") as vlm:
         words = "Tell me of it. "

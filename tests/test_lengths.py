@@ -23,7 +23,7 @@ def vlm(demo_parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
     model, processor = demo_parts["demo"]
     text_config = model.config.get_text_config()
     monkeypatch.setattr(text_config, "max_position_embeddings", LIMIT)
-    with ks.wrap(model, processor, grain=16) as it:
+    with ks.wrap(model, processor) as it:
         yield it
 
 
@@ -124,4 +124,4 @@ def test_a_short_text_does_not_wait_for_a_long_one(vlm: Any) -> None:
 def _call() -> Any:
     from keepsight.core.call import Call
 
-    return Call(True, "", {}, {})
+    return Call("", {}, {})

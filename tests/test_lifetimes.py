@@ -23,8 +23,6 @@ from hostile import ROOT
 from models import picture, turn
 
 import keepsight as ks
-from keepsight.core.answer import turn_of
-from keepsight.core.call import Call
 from keepsight.encode.documents import PDFIUM, _Document
 from keepsight.encode.run import Ahead
 from keepsight.scheduler import Together
@@ -222,11 +220,12 @@ def test_a_stream_closed_while_another_thread_has_the_model_does_not_wait(demo: 
     assert not tree.held_bytes()  # the other one did it
 
 
-def test_a_turn_that_was_begun_and_dropped_holds_nothing(demo: Any) -> None:
-    turn_ = turn_of(demo.runtime, MESSAGES, Call.of({}, ""))
-    turn_.ready()
+def test_an_answer_that_was_begun_and_dropped_holds_nothing(demo: Any) -> None:
+    going = demo.session().stream("What is it?", picture(1), max_new_tokens=4)
+    next(going)
     assert demo.runtime.tree.held_bytes()
-    del turn_
+    only_by_the_collector(going)
+    del going
     gc.collect()
     assert not demo.runtime.tree.held_bytes()
 

@@ -34,7 +34,7 @@ MODES += ["LAB", "I", "F", "I;16", "I;16B"]
 @pytest.fixture
 def vlm(demo_parts: dict[str, Any]) -> Any:
     model, processor = demo_parts["demo"]
-    return ks.wrap(model, processor, grain=16)
+    return ks.wrap(model, processor)
 
 
 def name(image: Any) -> str:
@@ -329,7 +329,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def asked(demo_parts: dict[str, Any]) -> Any:
     """One model for all refusals: each must leave it as it was."""
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         vlm.ask(picture(1), "What is it?", max_new_tokens=1)
         yield vlm
 

@@ -236,7 +236,7 @@ def test_bytes_are_those_of_storages() -> None:
 @pytest.fixture
 def vlm(demo_parts: dict[str, Any]) -> Any:
     model, processor = demo_parts["demo"]
-    return ks.wrap(model, processor, grain=16)
+    return ks.wrap(model, processor)
 
 
 REFUSED: dict[str, tuple[Callable[[Package], dict[str, Any]], type[Exception], str]] = {
@@ -296,7 +296,7 @@ def test_a_package_that_lies_in_a_store_is_encoded_again(
     demo_parts: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as first:
+    with ks.wrap(model, processor, store=tmp_path) as first:
         true = first.encode(picture(1))
         first.flush()
     (path,) = tmp_path.glob("package/*/*.sight")
@@ -304,7 +304,7 @@ def test_a_package_that_lies_in_a_store_is_encoded_again(
         record = dict(true.record(), entry=true.feature_id, **change)
         tensorfile.write(path, KIND, FORMAT, true.tensors, record)
         caplog.clear()
-        with ks.wrap(model, processor, grain=16, store=tmp_path) as second:
+        with ks.wrap(model, processor, store=tmp_path) as second:
             again = second.encode(picture(1))
             second.flush()
             assert second.runtime.vision.counts["encoded"] == 1
@@ -331,7 +331,7 @@ def test_notes_that_lie_are_set_aside(
 ) -> None:
     """Notes whose seals hold, and that say nothing of use: the image is looked at again."""
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as first:
+    with ks.wrap(model, processor, store=tmp_path) as first:
         true = first.encode(picture(1))
         first.flush()
     aliases = [(e.kind, e.key) for e in DiskStore(tmp_path).entries() if e.kind == "alias"]
@@ -341,7 +341,7 @@ def test_notes_that_lie_are_set_aside(
         liar.delete(kind, key)
         liar.put_note(kind, key, note)
     liar.close()
-    with ks.wrap(model, processor, grain=16, store=tmp_path, accept_features="any") as second:
+    with ks.wrap(model, processor, store=tmp_path, accept_features="any") as second:
         assert equal(second.encode(picture(1)), true)
         second.flush()
     assert all(DiskStore(tmp_path).note("alias", key) != note for _, key in aliases)

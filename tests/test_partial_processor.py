@@ -66,7 +66,7 @@ def test_a_model_saved_with_its_processor_answers_as_before(tmp_path: Path) -> N
         answer = vlm.ask(picture(1), "Describe it.", max_new_tokens=4).tokens
         vlm.model.save_pretrained(tmp_path)
         partial_processor(loading.model_path("demo"), {}).save_pretrained(tmp_path)
-    with ks.load(str(tmp_path), grain=16) as vlm:
+    with ks.load(str(tmp_path)) as vlm:
         assert vlm.ask(picture(1), "Describe it.", max_new_tokens=4).tokens == answer
 
 

@@ -60,7 +60,7 @@ def _both(kind: str, inputs: Tensors, **options: Any) -> float:
     more = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
     more = {**more, "return_dict_in_generate": True}
     stock = model.generate(**inputs, **more)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         return _relative_deviation(stock, vlm.generate(**inputs, **more, **options))
 
 
@@ -91,7 +91,7 @@ def test_what_was_taken_apart_can_be_joined(kind: str) -> None:
     assert joined.keys() == _media(inputs).keys()
     if kind != "lfm2_vl":  # padded there to a fixed number of patches, here to the most there are
         assert all(torch.equal(joined[name], inputs[name]) for name in joined)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         seen = vlm.verify(chat, stock=True)
     assert seen.equal
     assert seen.stock_max_difference < 1e-4 * seen.stock_scale
@@ -231,7 +231,7 @@ def test_tensors_that_lie(kind: str) -> None:
     """A named error for each, nothing remembered of it, and the next request is served."""
     model, processor = build(kind)
     inputs = stock_inputs(processor, [turn("Look", SQUARE, WIDE)])
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for number, (name, lie) in enumerate(LIES[kind]):
             lying = {**inputs, name: lie(inputs[name])}
             lying = {key: value for key, value in lying.items() if value is not None}
@@ -253,7 +253,7 @@ def test_placeholders_that_lie(kind: str) -> None:
     keep = torch.arange(inputs["input_ids"].shape[1]) != spot
     fewer = {**inputs, **{n: inputs[n][:, keep] for n in ("input_ids", "attention_mask")}}
     more = {**inputs, **{n: one[n] for n in ("input_ids", "attention_mask")}}
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for lying in (fewer, more):
             with pytest.raises(PlaceholderMismatch):
                 vlm.generate(**lying, max_new_tokens=1)

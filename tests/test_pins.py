@@ -10,9 +10,8 @@ import pytest
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.core.answer import turn_of
-from keepsight.core.call import Call
 from keepsight.errors import InputError, MadeElsewhere, NotStored, PinsFull
+from keepsight.scheduler import Together
 
 QUESTION = "What is in this picture, and where does it stand?"
 MODELS = ["demo", "demo-hybrid"]
@@ -135,16 +134,17 @@ def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Pa
     with load(name, store=tmp_path) as vlm:
         empty = entries(vlm)
         both = [*conversation(2), *said(), *conversation(1)]
-        turn = turn_of(vlm.runtime, both, Call.of({}, ""))
-        turn.begin(sample=False)
-        work = turn.work(shared=True)
-        while turn.done_tokens < turn.prompt.spans[0].end:
-            next(work)
-        vlm.delete(picture(1))
-        vlm.delete(picture(2))
-        for _ in work:
-            pass
-        turn.finish()
+        with Together(vlm) as together:
+            with vlm.runtime.lock:
+                going = together.submit([{"role": "user", "content": "Hello!"}], tenant="other")
+                reading = together.prepare(both)
+                while not vlm.stats()["features"]["encoded"]:
+                    vlm.runtime.engine.step()
+                vlm.delete(picture(1))
+                vlm.delete(picture(2))
+            assert reading.result().usage.images_encoded == 2
+            going.cancel()
+        vlm.clear(tenant="other", store=True)
         assert entries(vlm) == empty and not len(vlm.runtime.caches.packages)
         assert vlm.explain(both).segments[-1].reason == "new"
         vlm.runtime.tree.check()

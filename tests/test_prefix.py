@@ -17,19 +17,20 @@ import pytest
 import torch
 from fake_paths import (
     RULE,
-    SHORT_RUN,
     Token,
     build,
     counted,
+    ends_of,
     evictable_bytes,
     expect_values,
     fake_fixed,
     fake_kv,
     fake_medium,
     found,
-    next_cut,
     path,
     prefill,
+    rule_of,
+    short_stretches,
     spliced,
 )
 from hostile import bounded
@@ -45,7 +46,6 @@ from hypothesis.stateful import (
 from keepsight import digests
 from keepsight.formats import tensorfile
 from keepsight.prefix import node as nodes
-from keepsight.prefix import prompt
 from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
@@ -55,9 +55,8 @@ from keepsight.store import FORMAT, DiskStore
 
 @pytest.fixture(autouse=True)
 def _short_runs() -> Iterator[None]:
-    before, prompt.RUN = prompt.RUN, SHORT_RUN
-    yield
-    prompt.RUN = before
+    with short_stretches():
+        yield
 
 
 # -- the machine -------------------------------------------------------------------------------
@@ -71,16 +70,17 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(budget=st.sampled_from([1 << 40, 3000, 900, 0]), has_fixed=st.booleans())
     def begin(self, budget: int, has_fixed: bool) -> None:
-        self.run, prompt.RUN = prompt.RUN, SHORT_RUN
+        self.stretches = short_stretches()
+        self.stretches.__enter__()
         self.tree = Tree(budget, has_fixed)
         self.seen: dict[str, dict[tuple[tuple[Token, ...], bool], None]] = {"n": {}, "m": {}}
-        self.held: list[tuple[Node, Prompt]] = []
+        self.held: list[tuple[Match, Prompt]] = []
         self.prompts: list[Prompt] = []
         self.lost = False  # whether anything may have been let go since all was forgotten
 
     def teardown(self) -> None:
-        if hasattr(self, "run"):
-            prompt.RUN = self.run
+        if hasattr(self, "stretches"):
+            self.stretches.__exit__(None, None, None)
 
     @rule(letters=letters, space=spaces, steps=st.none() | st.integers(0, 3))
     def serve(self, letters: list[str], space: str, steps: int | None) -> None:
@@ -105,25 +105,27 @@ class TreeMachine(RuleBasedStateMachine):
         expected = self.deepest(whole, space)
         match = prefill(self.tree, whole, space, steps)
         if not self.lost:
-            assert (match.length, match.node.terminal) == expected
+            assert (match.length, match.logits is not None) == expected
         assert match.length <= expected[0]
         self.remember(whole, space, match, steps)
 
     def remember(self, whole: Prompt, space: str, match: Match, steps: int | None) -> None:
-        if match.length == len(whole):
-            return
         tokens = path(whole)
-        for end in [*whole.boundaries(RULE, match.length), len(whole)][:steps]:
+        for end in ends_of(self.tree, whole, match)[:steps]:
             self.seen[space][tokens[:end], end == len(whole)] = None
         self.lost |= self.tree.evictions > 0
 
     def deepest(self, whole: Prompt, space: str) -> tuple[int, bool]:
-        """What the dictionary says must be found: how far, and whether it is the whole prompt."""
+        """What the dictionary says must be found: how far, and whether with the last logits."""
         tokens, seen = path(whole), self.seen[space]
         if (tokens, True) in seen:
             return len(tokens), True
-        cuts = [0, *(cut for cut in whole.boundaries(RULE) if (tokens[:cut], False) in seen)]
-        return cuts[-1], False
+        last = len(tokens) - 1
+        if self.tree.has_fixed:
+            ends = [len(known) for known, _ in seen if tokens[: len(known)] == known]
+            return max((end for end in ends if end <= last), default=0), False
+        until = max((shared(tokens, known) for known, _ in seen), default=0)
+        return whole.before_medium(min(until, last), rule_of(self.tree)), False
 
     @precondition(lambda self: self.prompts)
     @rule(which=st.integers(0, 99), space=spaces)
@@ -131,13 +133,13 @@ class TreeMachine(RuleBasedStateMachine):
         whole = self.prompts[which % len(self.prompts)]
         match = found(self.tree, whole, space)
         self.tree.hold(match.node)
-        self.held.append((match.node, whole))
+        self.held.append((match, whole))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def release(self, which: int) -> None:
-        node, _ = self.held.pop(which % len(self.held))
-        self.tree.release(node)
+        match, _ = self.held.pop(which % len(self.held))
+        self.tree.release(match.node)
         self.lost |= self.tree.evictions > 0
 
     @rule(nbytes=st.integers(0, 4000))
@@ -167,19 +169,17 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.prompts)
     @rule(which=st.integers(0, 99), space=spaces)
     def look(self, which: int, space: str) -> None:
-        """The deepest of all that is usable, found by looking at every node."""
+        """With states, the deepest of all nodes that are usable, found by looking at each."""
         whole = self.prompts[which % len(self.prompts)]
-        usable = [0, *(n.end for n in self.tree.nodes() if self.may_use(n, whole, space))]
-        assert found(self.tree, whole, space).length == max(usable)
+        if self.tree.has_fixed:
+            usable = [0, *(n.end for n in self.tree.nodes() if self.may_use(n, whole, space))]
+            assert found(self.tree, whole, space).length == max(usable)
 
     def may_use(self, node: Node, whole: Prompt, space: str) -> bool:
         chain = node.chain()
-        if chain[0].parent is not self.tree.roots.get(space):
+        if chain[0].parent is not self.tree.roots.get(space) or node.fixed is None:
             return False
-        if not all(n.kv is not None and n.same_as(whole) for n in chain):
-            return False
-        here = node.end == len(whole) if node.terminal else node.end in whole.boundaries(RULE)
-        return here and (node.fixed is not None or not self.tree.has_fixed)
+        return all(n.kv is not None and n.same_as(whole) for n in chain)
 
     @invariant()
     def sound(self) -> None:
@@ -187,8 +187,8 @@ class TreeMachine(RuleBasedStateMachine):
             return
         self.tree.check()
         assert self.tree.nbytes == counted(self.tree)
-        for node, whole in self.held:
-            expect_values(node, whole, self.tree.has_fixed)
+        for match, whole in self.held:
+            expect_values(match.node, whole, self.tree.has_fixed, match.length)
         for node in self.tree.nodes():
             assert [n.code() for n in node.order] == sorted(n.code() for n in node.order)
             assert set(node.order) == set(node.children.values())
@@ -196,6 +196,10 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTree = TreeMachine.TestCase
 TestTree.settings = bounded(100, stateful_step_count=25)
+
+
+def shared(one: tuple[Token, ...], two: tuple[Token, ...]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two)))
 
 
 def beginnings(paths: Iterable[tuple[Token, ...]]) -> dict[tuple[Token, ...], bool]:
@@ -218,12 +222,12 @@ def expect_known(known: Known, whole: Prompt, going: dict[tuple[Token, ...], boo
 # -- matching ----------------------------------------------------------------------------------
 
 
-def test_the_next_turn_finds_the_last_boundary_and_the_same_prompt_its_end() -> None:
+def test_the_next_turn_finds_the_last_state_and_the_same_prompt_its_end() -> None:
     tree = Tree(1 << 30, has_fixed=True)
     assert prefill(tree, build("11A12.2")).length == 0
     assert prefill(tree, build("11A12.2")).length == 8
     match = prefill(tree, build("11A12.221"))
-    assert (match.length, match.logits) == (7, None)
+    assert (match.length, match.logits) == (8, None)
     assert prefill(tree, build("11A1")).length == 4
     tree.check()
 
@@ -231,21 +235,21 @@ def test_the_next_turn_finds_the_last_boundary_and_the_same_prompt_its_end() -> 
 def test_one_changed_id_or_picture_ends_the_match_before_it() -> None:
     tree = Tree(1 << 30, has_fixed=True)
     prefill(tree, build("11.A.B."))
-    assert found(tree, build("11.A.B.1")).length == 8
+    assert found(tree, build("11.A.B.1")).length == 9
     for changed, length in (("11.A.A.1", 5), ("11.B.B.1", 3), ("11.a.B.1", 3), ("21.A.B.1", 0)):
         assert found(tree, build(changed)).length == length
     assert found(tree, build("11.A.B.1"), "another namespace").length == 0
 
 
-def test_a_terminal_entry_serves_the_identical_prompt_only() -> None:
+def test_the_last_logits_serve_the_identical_prompt_only() -> None:
     tree = Tree(1 << 30, has_fixed=False)
     prefill(tree, build("1212"))
     assert found(tree, build("1212")).logits is not None
-    for other in ("121", "12121", "1211", "121."):
-        assert found(tree, build(other)).length == 0
-    # Where a boundary would stand, a terminal entry is still no boundary, and the reverse.
+    for other, length in (("121", 2), ("12121", 4), ("1211", 3), ("121.", 3)):
+        match = found(tree, build(other))
+        assert (match.length, match.logits) == (length, None)
     prefill(tree, build("12."))
-    assert found(tree, build("12.1")).length == 0
+    assert found(tree, build("12.1")).length == 3
     prefill(tree, build("12.1"))
     assert found(tree, build("12.1")).logits is not None
     assert found(tree, build("12.2")).length == 3
@@ -257,26 +261,26 @@ def test_a_hit_is_compared_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Prompt, "segment_digest", lambda self, parent, a, b, kind="segment": kind)
     prefill(tree, build("12A1"))
     assert found(tree, build("12A1")).length == 5
-    for other in ("12B1", "12a1", "22A1", "1255"):
-        assert found(tree, build(other)).length == 0
+    for other, length in (("12B1", 2), ("12a1", 2), ("22A1", 0), ("1255", 2)):
+        assert found(tree, build(other)).length == length
 
 
-def test_decoded_state_is_found_by_loose_calls_only() -> None:
-    tree = Tree(1 << 30, has_fixed=True)
-    whole = build("12.1")
-    prefill(tree, whole)
-    node = found(tree, build("12.2")).node
+@pytest.mark.parametrize("has_fixed", [False, True])
+def test_what_was_decoded_is_found_as_what_was_read(has_fixed: bool) -> None:
+    tree = Tree(1 << 30, has_fixed)
+    prefill(tree, build("12.1"))
+    node = found(tree, build("12.2")).base
+    node = node if node.end == 3 else found(tree, build("12.")).base
     longer = build("12.1212")
     tokens = path(longer)
     tree.hold(node)
     decoded = tree.insert(
-        node, longer, 6, fake_kv(tokens, 3, 6), fake_fixed(tokens, 6), keep_on_disk=False
+        node, longer, 6, fake_kv(tokens, node.end, 6), fake_fixed(tokens, 6)
     )
     tree.release(decoded)
     tree.release(node)
-    assert found(tree, longer).length == 3
-    assert tree.match("n", longer, next_cut(longer), loose=True).length == 6
-    assert tree.match("n", build("12.2212"), next_cut(longer), loose=True).length == 3
+    assert found(tree, longer).length == 6
+    assert found(tree, build("12.2212")).length == 3
     tree.check()
 
 
@@ -304,10 +308,10 @@ def test_what_is_held_stays_whatever_the_budget() -> None:
 
 def test_the_least_recently_used_goes_first() -> None:
     tree = Tree(1 << 30, has_fixed=False)
-    for letters in ("11.1", "22.1", "21.1"):
+    for letters in ("11.1", "22.1", "33.1"):
         prefill(tree, build(letters))
     prefill(tree, build("11.1"))
-    for gone in ("22.1", "21.1", "11.1"):  # the least recent path, from its end on
+    for gone in ("22.1", "33.1", "11.1"):  # the least recent path, from its end on
         for length in (4, 3):
             assert found(tree, build(gone)).length == length
             tree.evict(1)
@@ -442,11 +446,11 @@ def test_what_other_namespaces_know() -> None:
     for space, letters in (("n", "11.1"), ("m", "11.22.1")):
         prefill(tree, build(letters), space)
     asked = build("11.22.2")
-    cuts = asked.boundaries(RULE)
+    cuts = [*asked.ends(RULE)]
     assert tree.elsewhere("o", asked, cuts) == (6, "m")
     assert tree.elsewhere("m", asked, cuts) == (3, "n")
     assert tree.elsewhere("n", asked, cuts) == (6, "m")
-    assert tree.elsewhere("o", build("12.1"), build("12.1").boundaries(RULE))[0] == 1
+    assert tree.elsewhere("o", build("12.1"), build("12.1").ends(RULE))[0] == 1
     assert tree.elsewhere("o", build("2.1"), [2])[0] == 0
     tree.check()
 
@@ -461,7 +465,7 @@ def test_a_path_that_many_namespaces_know_is_followed_in_few(
     follow = tree._known_from
     monkeypatch.setattr(tree, "_known_from", lambda *a: followed.append(a) or follow(*a))
     asked = build("11.22.2")
-    assert tree.elsewhere("n0", asked, asked.boundaries(RULE)) == (6, "n39")
+    assert tree.elsewhere("n0", asked, asked.ends(RULE)) == (6, "n39")
     assert len(followed) < 10
     tree.clear()
     assert tree.drop_empty("n0") == {f"n{number}" for number in range(1, 40)}
@@ -497,7 +501,7 @@ def test_snapshots_are_found_by_another_process(written: tuple[DiskStore, bool])
     store, has_fixed = written
     tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
     match = prefill(tree, build(LONG + "2."))
-    assert (match.length, match.tier) == (10, "disk")
+    assert (match.length, match.tier) == (11, "disk")
     assert found(tree, build(LONG + "2.")).tier == "memory"
     assert prefill(tree, build(LONG)).logits is not None
     assert found(tree, build("11.B2.22.1")).length == 3

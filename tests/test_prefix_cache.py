@@ -24,7 +24,7 @@ def conversations() -> list[list[dict[str, Any]]]:
 
 
 def answers(prefixes: PrefixCache | None, kind: str) -> list[tuple[list[int], int]]:
-    with ks.wrap(*build(kind), grain=16) as vlm:
+    with ks.wrap(*build(kind)) as vlm:
         if prefixes is not None:
             vlm.runtime = vlm.runtime.fresh(prefixes=prefixes)
         given = [vlm.chat(messages, max_new_tokens=4) for messages in conversations()]

@@ -86,7 +86,7 @@ def test_uploads_are_too(tmp_path: Path) -> None:
 
 
 def test_packages_and_sessions_are_too(tmp_path: Path, demo_parts: dict[str, Any]) -> None:
-    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+    with ks.wrap(*demo_parts["demo"]) as vlm:
         vlm.encode(picture(1)).save(tmp_path / "new" / "cat.sight")
         chat = vlm.session()
         chat.ask("What is it?", [picture(1)], max_new_tokens=2)

@@ -37,7 +37,7 @@ def test_what_a_model_can_reuse_is_found_out(kind: str, whole: bool, reuse: str)
     model, processor = build(kind)
     first = [turn("What do you see in this picture here?", picture(1))]
     second = [*first, turn("A pattern.", role="assistant"), turn("And this?", picture(2))]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         family = vlm.runtime.family
         assert not family.proven and family.sees_whole_media == whole
         assert family.reuse == reuse

@@ -141,7 +141,7 @@ def said(vlm: Any) -> tuple[Any, ...]:
 
 
 def afresh(model: Any, processor: Any, **options: Any) -> tuple[Any, ...]:
-    with ks.wrap(model, processor, grain=8, **options) as vlm:
+    with ks.wrap(model, processor, **options) as vlm:
         return said(vlm)
 
 
@@ -150,7 +150,7 @@ def test_a_change_of_a_processor_is_noticed_and_so_is_its_end(
     parts: tuple[Any, Any], name: str, tmp_path: Path
 ) -> None:
     model, processor = parts
-    with ks.wrap(model, processor, grain=8, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         before = said(vlm)
         vlm.flush()
         undo = CHANGES[name](processor)
@@ -167,7 +167,7 @@ def test_a_change_of_a_processor_is_noticed_and_so_is_its_end(
 @pytest.mark.parametrize("name", ["another_chat_template", "another_tokenizer"])
 def test_requests_that_are_served_together_notice_it_too(parts: tuple[Any, Any], name: str) -> None:
     model, processor = parts
-    with ks.wrap(model, processor, grain=8) as vlm, Together(vlm) as together:
+    with ks.wrap(model, processor) as vlm, Together(vlm) as together:
 
         def served() -> tuple[Any, ...]:
             reply = together.submit(messages(), max_new_tokens=6).result()
@@ -185,7 +185,7 @@ def test_a_token_added_to_the_tokenizer_stays_text_where_a_caller_writes_it(
     parts: tuple[Any, Any],
 ) -> None:
     model, processor = parts
-    with ks.wrap(model, processor, grain=8) as vlm:
+    with ks.wrap(model, processor) as vlm:
         said(vlm)
         processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|tall|>"]})
         added = processor.tokenizer.convert_tokens_to_ids("<|tall|>")
@@ -204,7 +204,7 @@ def test_a_function_with_a_state_is_another_when_that_changes(parts: tuple[Any, 
         return found
 
     part.preprocess = preprocess
-    with ks.wrap(model, processor, grain=8) as vlm:
+    with ks.wrap(model, processor) as vlm:
         first = said(vlm)
         factor[0] = 0.2
         assert said(vlm) == afresh(model, processor) != first

@@ -37,7 +37,7 @@ def test_each_tensor_is_used_or_refused(kind: str) -> None:
     chat = [turn("Compare them.", picture(1), picture(2, *WIDE))]
     inputs = stock_inputs(processor, chat)
     once = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         vlm.generate(**inputs, **once)
         for name in inputs.keys() - NOT_USED:
             try:
@@ -54,7 +54,7 @@ def test_prompts_without_pictures(kind: str) -> None:
     model, processor = build(kind)
     chat = [turn("What is a picture, and what is none?")]
     once = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         answer = vlm.chat(chat, max_new_tokens=1, do_sample=False).tokens[0]
         if kind in NEEDS_PICTURES:
             return
@@ -85,7 +85,7 @@ def test_masks_reach_the_tower(kind: str, name: str) -> None:
     model, processor = build(kind)
     inputs = stock_inputs(processor, [turn("Compare them.", picture(1), picture(2, *WIDE))])
     how = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         seen = []
         for given in (inputs, masked(inputs, name)):
             ours, stock = vlm.generate(**given, **how), model.generate(**given, **how)
@@ -99,7 +99,7 @@ def test_parts_of_a_picture_side_by_side_are_rendered_as_upstream_does() -> None
     """Idefics 2 writes one mark between two pictures, and a space where a word would touch it."""
     model, processor = build("idefics2_split")
     a, b = picture(1), picture(2, *WIDE)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for words in ("Both", " Both", "<b>Both"):
             chat = [turn(words, a, b), turn("Yes.", role="assistant"), turn("This?", b)]
             wanted = stock_inputs(processor, chat)["input_ids"][0].tolist()

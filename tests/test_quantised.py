@@ -105,7 +105,7 @@ def test_a_scale_over_a_whole_pass_is_refused(parts: tuple[Any, Any], after: boo
         with pytest.raises(UnsupportedModel, match=r"qkv .*quantized\.dynamic.*tokens computed"):
             ks.wrap(model, processor)
         return
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         vlm.chat(FIRST, max_new_tokens=1)
         put_in(model, OnePass)
         with pytest.raises(UnsupportedModel, match="layers.1.self_attn.q_proj .*OnePass"):
@@ -119,7 +119,7 @@ def test_weights_in_half_precision_are_no_scale(parts: tuple[Any, Any]) -> None:
     quantise = torch.ao.quantization.quantize_dynamic
     layer = model.get_decoder().layers[1]
     quantise(layer, {torch.nn.Linear}, dtype=torch.float16, inplace=True)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in (FIRST, SECOND, FIRST):
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
 
@@ -130,7 +130,7 @@ def test_layers_that_treat_each_token_alone_are_taken(
 ) -> None:
     model, processor = parts
     put_in(model, kind)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in (FIRST, SECOND, OTHER, FIRST, SECOND):
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
         if kind is NotInInferenceMode:
@@ -146,7 +146,7 @@ def test_a_model_that_needs_no_inference_mode(tmp_path: Path, hybrid: str) -> No
     layer.q_proj.__class__ = NotInInferenceMode
     try:
         for _ in range(2):
-            with ks.wrap(model, processor, grain=16, store=tmp_path, cache_budget="1MiB") as vlm:
+            with ks.wrap(model, processor, store=tmp_path, cache_budget="1MiB") as vlm:
                 for messages in (FIRST, SECOND, OTHER, SECOND):
                     assert torch.equal(logits(vlm, messages), cold(vlm, messages))
                 assert vlm.verify(SECOND, stock=True).equal
@@ -229,7 +229,7 @@ def test_weights_around_other_tensors_are_taken(parts: tuple[Any, Any]) -> None:
         around = Around((layer.weight.detach() / scale).round().to(torch.int8), scale)
         layer.weight = torch.nn.Parameter(around, requires_grad=False)
     assert isinstance(around, Around)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in (FIRST, SECOND, OTHER, FIRST, SECOND):
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
         first = logits(vlm, FIRST)
@@ -272,7 +272,7 @@ def test_tokens_trained_by_an_adapter(kind: str, tmp_path: Path) -> None:
     model.add_adapter(config)
     model.eval()
     try:
-        with ks.wrap(model, processor, grain=16) as vlm:
+        with ks.wrap(model, processor) as vlm:
             out = vlm.generate(**stock_inputs(processor, FIRST), max_new_tokens=1)
             assert out.shape[0] == 1
             vlm.encode(picture(1)).save(tmp_path / "one.sight")

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import picture, turn
-from test_recorded_steps import at_once, build, by_the_model, logits, some_ids, steps
+from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core.decoding.recorded_layers import open_block
 from keepsight.core.kernels import attention
 from keepsight.core.kernels.attention import QueryRows, RowPadding
 from keepsight.scheduler import Together
@@ -24,7 +22,25 @@ from keepsight.scheduler import Together
 pytestmark = pytest.mark.tries_anew
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 CHATS = [[turn("What is it?", picture(1))], [turn("Only words here. " * 30)]]
-__all__ = ["at_once"]
+
+
+def logits(vlm: ks.VLM, ids: torch.Tensor, count: int = 10) -> torch.Tensor:
+    """Of each token that is decoded."""
+    seen: list[torch.Tensor] = []
+
+    def catch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores.clone())
+        return scores
+
+    vlm.generate(
+        input_ids=ids, logits_processor=[catch], max_new_tokens=count, min_new_tokens=count
+    )
+    return torch.stack(seen)
+
+
+def some_ids(count: int) -> torch.Tensor:
+    return torch.randint(10, 400, (1, count), generator=torch.Generator().manual_seed(count))
+
 
 
 def picky(multiple: int, widths: tuple[int, ...] = ()) -> Any:
@@ -61,13 +77,13 @@ def fillings(vlm: ks.VLM) -> set[RowPadding | None]:
 @pytest.mark.parametrize("multiple", [8, 16, 32])
 @pytest.mark.parametrize("kind", ["qwen3_vl", "sliding"])
 def test_rows_are_filled_up_to_what_gives_equal_bits(
-    kind: str, multiple: int, monkeypatch: pytest.MonkeyPatch, at_once: None, tmp_path: Path
+    kind: str, multiple: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Prefilled in one pass, in pieces, decoded by the model and by lists, alone and together."""
+    """Prefilled in one pass, in pieces, decoded alone and together."""
     monkeypatch.setattr(attention, "_plain", picky(multiple))
     model, processor = build(kind)
-    with by_the_model(), ks.wrap(model, processor) as vlm:
-        assert vlm.stats()["engine"]["any_cut"]
+    with ks.wrap(model, processor) as vlm:
+        assert vlm.stats()["engine"]["exactness"] == "bits"
         assert fillings(vlm) == {RowPadding(multiple)}
         wanted = [logits(vlm, some_ids(count)) for count in (40, 507)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
@@ -78,7 +94,6 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
         assert [one.result().tokens for one in asked] == alone
         found = [logits(vlm, some_ids(count)) for count in (40, 507)]
         assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
-        assert any(step.ran for step in steps(vlm).values()), steps(vlm)
     with ks.wrap(model, processor, store=tmp_path) as vlm:  # what was found is in the store
         assert vlm.chat(CHATS[0], **GREEDY).tokens == alone[0]
         assert fillings(vlm) == {RowPadding(multiple)}
@@ -86,13 +101,13 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, at_once: None
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As some processors with AVX2: any two numbers of rows may be added in two orders, so blocks
     of one number lie side by side as sequences of a batch do."""
     turned(monkeypatch, lambda query, key: query.shape[-2] // 16)
     model, processor = build("qwen3_vl", dtype)
-    with by_the_model(), ks.wrap(model, processor) as vlm:
+    with ks.wrap(model, processor) as vlm:
         assert {how.apart for how in fillings(vlm) if how is not None} == {True}
         wanted = [logits(vlm, some_ids(count)) for count in (40, 507, 700)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
@@ -103,7 +118,6 @@ def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
         with vlm.runtime.lock:
             asked = [together.submit(chat, **GREEDY) for chat in CHATS]
         assert [one.result().tokens for one in asked] == alone
-        assert any(step.ran for step in steps(vlm).values()), steps(vlm)
 
 
 def test_calls_as_long_as_they_get_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,27 +125,6 @@ def test_calls_as_long_as_they_get_are_tried(monkeypatch: pytest.MonkeyPatch) ->
     turned(monkeypatch, lambda query, key: query.shape[-2] > 2 * 128)
     rule = QueryRows().of((4, 2, 16, torch.float32))
     assert rule is None or rule.apart, rule
-
-
-@pytest.mark.parametrize(
-    ("kind", "held", "together"),
-    [
-        *[("qwen3_vl", held, True) for held in (120, 128, 2040)],
-        *[("qwen3_vl", held, False) for held in (121, 127, 2041)],
-        *[("sliding", held, True) for held in (520, 535)],  # a window of 24 tokens
-        *[("sliding", held, False) for held in (505, 530)],
-    ],
-)
-def test_a_recorded_step_whose_tokens_read_different_keys(
-    kind: str, held: int, together: bool
-) -> None:
-    """As guesses do where 128 keys end, and where the window leaves a block: the model runs it."""
-    with ks.wrap(*build(kind)) as vlm:
-        scratch, kernels = vlm.runtime._any_cut._scratch, vlm.runtime.finding.kernels
-        run = scratch.begin(kernels, scratch.ids(held))
-        run.next_positions = run.positions[..., :1]
-        vlm.runtime.engine.forward(run, scratch.ids(held).tolist())
-        assert (open_block([run], 8) is not None) == together
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "sliding", "qwen3_5"])
@@ -142,8 +135,8 @@ def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
     that adds in another order for every number of keys."""
     turned(monkeypatch, lambda query, key: key.shape[-2] // 128)
     model, processor = build(kind)
-    with by_the_model(), ks.wrap(model, processor) as vlm:
-        assert vlm.stats()["engine"]["any_cut"]
+    with ks.wrap(model, processor) as vlm:
+        assert vlm.stats()["engine"]["exactness"] == "bits"
         wanted = [logits(vlm, some_ids(count)) for count in (40, 150, 700)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
     with ks.wrap(model, processor) as vlm, Together(vlm) as together:
@@ -156,7 +149,7 @@ def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
         assert [one.result().tokens for one in asked] == alone
 
 
-def test_where_no_number_does_boundaries_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_number_does_answers_are_equal_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, flipped = attention._plain, picky(4096)
 
     def by_size(query: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -166,7 +159,7 @@ def test_where_no_number_does_boundaries_hold(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "_plain", by_size)
     with ks.wrap(*build("qwen3_vl")) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "attention of" in engine["boundaries_because"]
+        assert engine["exactness"] == "rounding" and "attention of" in engine["rounding_because"]
 
 
 def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +187,7 @@ def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_real_widths_hold_here(width: int, dtype: torch.dtype) -> None:
-    """As checkpoints have them: if this fails, models of this width run by boundaries here."""
+    """As checkpoints have them: if this fails, models of this width are equal to rounding only here."""
     for queries, keys in ((8, 2), (4, 4)):
         assert QueryRows().of((queries, keys, width, dtype)) is not None
 

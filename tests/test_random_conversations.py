@@ -288,7 +288,7 @@ class Talks:
         for spot, name in enumerate(sure):
             names.insert(deeds * (spot + 1) // len(sure), name)
         try:
-            assert self.vlm.stats()["engine"]["any_cut"]
+            assert self.vlm.stats()["engine"]["exactness"] == "bits"
             self.new()
             self.merge()  # while the copies of the weights are sure to be there
             for name in ["go_on", *names]:

@@ -898,14 +898,14 @@ def test_a_bucket_that_is_not_there_breaks_nothing(s3: dict[str, Any]) -> None:
 
 def test_a_warm_turn_goes_over_no_line(demo_parts: dict[str, Any]) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, store=ADDRESS) as vlm:
+    with ks.wrap(model, processor, store=ADDRESS) as vlm:
         cold = vlm.ask(picture(1), "What is it?", max_new_tokens=2)
         vlm.flush()
         Line.calls.clear()
         warm = vlm.ask(picture(1), "What is it?", max_new_tokens=2)
         assert warm.text == cold.text and warm.usage.images_encoded == 0
         assert Line.total() == 0, dict(Line.calls)
-    with ks.wrap(model, processor, grain=16, store=ADDRESS) as other:
+    with ks.wrap(model, processor, store=ADDRESS) as other:
         again = other.ask(picture(1), "What is it?", max_new_tokens=2)
         assert again.text == cold.text and again.usage.images_encoded == 0
         assert again.usage.cached_tokens > 0, "another machine computes nothing twice"
@@ -913,10 +913,10 @@ def test_a_warm_turn_goes_over_no_line(demo_parts: dict[str, Any]) -> None:
 
 def test_a_line_that_is_down_changes_no_answer(demo_parts: dict[str, Any]) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as free:
+    with ks.wrap(model, processor) as free:
         wanted = free.ask(picture(1), "What is it?", max_new_tokens=2)
     Line.fail = staticmethod(unreachable)
-    with ks.wrap(model, processor, grain=16, store=ADDRESS) as vlm:
+    with ks.wrap(model, processor, store=ADDRESS) as vlm:
         for _ in range(2):
             assert vlm.ask(picture(1), "What is it?", max_new_tokens=2).text == wanted.text
         with pytest.raises(StoreError, match="not written"):

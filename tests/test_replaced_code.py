@@ -109,10 +109,10 @@ def test_an_object_in_the_place_of_a_function(
         model.set_attn_implementation("eager")
     owner, name = PLACES[place]
     usual = getattr(owner, name)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         named = vlm.runtime.weights.all
     monkeypatch.setattr(owner, name, Scaled(usual, 1.0))
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         assert vlm.runtime.weights.all != named and vlm.runtime.weights.is_private
         first = logits(vlm, MESSAGES)
         assert torch.equal(logits(vlm, MESSAGES), first)
@@ -257,7 +257,7 @@ def test_what_is_put_there_may_change(
 ) -> None:
     model, processor = parts
     alter = put(model, monkeypatch)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         first = logits(vlm, MESSAGES)
         alter()
         changed = logits(vlm, MESSAGES)

@@ -20,12 +20,10 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core.decoding.batch import Batch
-from keepsight.core.turn import Turn
+from keepsight.core.decoding.forward import Decoder
+from keepsight.core.decoding.lanes import Lanes
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
 from keepsight.scheduler import Ticket, Together
-from keepsight.scheduler.decoding import Decoding
-from keepsight.scheduler.policy import SequenceSizes, had_its_turn, next_of
 from keepsight.system.lock import FairLock
 
 GREEDY = {"do_sample": False}
@@ -46,14 +44,14 @@ def chats() -> list[list[Any]]:
 @functools.cache
 def alone(kind: str, count: int = 24) -> list[list[int]]:
     """What each of the chats is answered by itself."""
-    with ks.wrap(*build(kind), grain=16) as vlm:
+    with ks.wrap(*build(kind)) as vlm:
         return [vlm.chat(c, max_new_tokens=count, **GREEDY).tokens for c in chats()]
 
 
 @contextmanager
-def served(kind: str = "qwen3_vl", grain: int = 16, **options: Any) -> Iterator[Together]:
+def served(kind: str = "qwen3_vl", **options: Any) -> Iterator[Together]:
     """A scheduler over a model with an empty memory; at the end nothing may be held."""
-    with ks.wrap(*build(kind), grain=grain) as vlm:
+    with ks.wrap(*build(kind)) as vlm:
         with Together(vlm, **options) as together:
             yield together
         check(vlm)
@@ -61,126 +59,86 @@ def served(kind: str = "qwen3_vl", grain: int = 16, **options: Any) -> Iterator[
 
 def check(vlm: Any) -> None:
     vlm.runtime.tree.check()
-    assert vlm.runtime.tree.held_bytes() == 0
-    assert not any(lane.busy for lane in vlm.runtime.engine.lanes._idle)
+    assert vlm.stats()["prefix"]["held_bytes"] == 0 and not vlm.runtime.engine.busy
+
+
+@contextmanager
+def at_once(together: Together) -> Iterator[None]:
+    """Nothing is computed until all have come."""
+    with together._vlm.runtime.lock:
+        yield
 
 
 # -- the same answers as alone -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen3_vl", "qwen3_5", "gemma3_sliding", "mllama", "llama4", "lfm2_vl", "molmo2"]
-)
+SHARED = ("qwen3_vl", "qwen3_5", "gemma3_sliding", "lfm2_vl", "molmo2")  # the others: one by one
+
+
+@pytest.mark.parametrize("kind", [*SHARED, "mllama", "llama4"])
 def test_each_is_answered_as_alone(kind: str) -> None:
     counts = [6, 17, 3, 24, 11]
     with served(kind) as together:
-        asked = zip(chats(), counts, strict=True)
-        with together._runtime.lock:  # nothing is computed until all have come
+        together._vlm.prepare([turn("How does this model compute?")])  # it is tried once
+        before, asked = together.stats()["passes"], zip(chats(), counts, strict=True)
+        with at_once(together):
             tickets = [together.submit(c, max_new_tokens=n, **GREEDY) for c, n in asked]
         replies = [ticket.result() for ticket in tickets]
         stats = together.stats()
     for reply, wanted, count in zip(replies, alone(kind), counts, strict=True):
         assert reply.tokens == wanted[:count]
     assert stats["finished"] == 5 and stats["failed"] == stats["in_flight"] == 0
-    if kind != "llama4":  # its rows are not what they are alone, so they take turns
-        assert stats["rows_per_pass"] > 1.2
-
-
-@contextmanager
-def prefilled(vlm: Any, which: list[int]) -> Iterator[dict[int, Turn]]:
-    """Turns of some chats, ready to decode."""
-    turns = {}
-    try:
-        for number in which:
-            messages = chats()[number]
-            turns[number] = Turn(vlm.runtime, functools.partial(vlm.render, messages), dict(GREEDY))
-            turns[number].ready()
-        yield turns
-    finally:
-        for one in turns.values():
-            one.finish()
+    if kind in SHARED:
+        assert stats["passes"] - before < 0.85 * stats["tokens"], (
+            "tokens of several come from one pass"
+        )
 
 
 SCHEDULES = st.lists(
     st.tuples(st.integers(0, 12), st.integers(1, 23)), min_size=5, max_size=5
-)  # for each chat: when it joins, and how many steps it stays
+)  # for each chat: after how many tokens of all it comes, and how many it gets
 
 
 @pytest.mark.parametrize("kind", ["sliding", "gemma3_sliding", "qwen3_5", "mllama", "lfm2_vl"])
 def test_whoever_joins_and_leaves(kind: str) -> None:
-    """Random schedules; how dear a pass is decides whether all go together or in groups."""
     wanted = alone(kind)
-    with ks.wrap(*build(kind), grain=16) as vlm:
-        memory = vlm.runtime
+    with ks.wrap(*build(kind)) as vlm, Together(vlm) as together:
 
         @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(SCHEDULES, st.sampled_from([0, 20_000, 1 << 40]))
-        def try_one(schedule: list[tuple[int, int]], dear: int) -> None:
-            sizes = SequenceSizes(memory.model, memory.engine)
-            sizes.pass_ = dear
-            decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
-            follow(vlm, decoding, schedule, wanted)
+        @given(SCHEDULES)
+        def try_one(schedule: list[tuple[int, int]]) -> None:
+            vlm.clear()
+            follow(together, schedule, wanted)
 
         try_one()
         check(vlm)
 
 
-def follow(
-    vlm: Any, decoding: Decoding, schedule: list[tuple[int, int]], wanted: list[list[int]]
-) -> None:
-    with prefilled(vlm, list(range(len(schedule)))) as turns:
-        runs, given = {n: t.run for n, t in turns.items()}, {n: [] for n in turns}
-        for step in range(40):
-            for n, (start, stays) in enumerate(schedule):
-                if step == start:
-                    given[n].append(int(runs[n].logits.argmax()))
-                    decoding.join(runs[n])
-                elif step == start + stays:
-                    decoding.leave(runs[n])
-            active = {
-                n: run for n, run in runs.items() if schedule[n][0] <= step < sum(schedule[n])
-            }
-            tokens = {run: given[n][-1] for n, run in active.items()}
-            found = dict(decoding.step(tokens, lambda run: []))
-            assert set(found) == set(tokens)
-            for n, run in active.items():
-                given[n].append(int(found[run].argmax()))
-        assert not decoding.groups
-    for n, (_, stays) in enumerate(schedule):
-        assert given[n] == wanted[n][: stays + 1], (n, schedule)
+def follow(together: Together, schedule: list[tuple[int, int]], wanted: list[list[int]]) -> None:
+    coming = sorted((start, number) for number, (start, _) in enumerate(schedule))
+    given: list[list[int]] = [[] for _ in schedule]
+    over = threading.Semaphore(0)
 
+    def heard(number: int, piece: Any) -> None:
+        if piece.token is not None:
+            given[number].append(piece.token)
+            come(sum(map(len, given)))
 
-def test_a_long_one_goes_by_itself_and_comes_back() -> None:
-    """One long sequence among short ones would make all of them read its length in padding."""
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
-        memory = vlm.runtime
-        sizes = SequenceSizes(memory.model, memory.engine)
-        sizes.pass_ = 60 * sizes.column
-        decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
-        with prefilled(vlm, [0, 1, 4]) as turns:
-            lengths = {n: t.run.lane.length for n, t in turns.items()}
-            assert lengths[4] > lengths[0] + 70
-            for n in (1, 4, 0):
-                decoding.join(turns[n].run)
-            assert sorted(len(getattr(g, "runs", [g])) for g in decoding.groups) == [1, 2]
-            sizes.pass_ = 1 << 40
-            decoding.leave(turns[1].run)
-            assert [len(g.runs) for g in decoding.groups] == [2]
-            for n in (0, 4):
-                decoding.leave(turns[n].run)
+    def ended(ticket: Ticket) -> None:
+        come(coming[0][0] if coming else 0)  # nobody else may be there
+        over.release()
 
+    def come(now: int) -> None:
+        while coming and coming[0][0] <= now:
+            _, number = coming.pop(0)
+            more = {"on_piece": functools.partial(heard, number), "on_done": ended}
+            options = {"max_new_tokens": schedule[number][1], **GREEDY}
+            together.submit(chats()[number], **more, **options)
 
-def test_a_step_copies_nothing_and_a_long_row_leaves_no_padding() -> None:
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm, prefilled(vlm, [0, 1, 4]) as turns:
-        runs = [t.run for t in turns.values()]
-        batch = Batch(vlm.model, vlm.runtime.family, runs, 40)
-        rooms = [layer.key_buffer.data_ptr() for layer in batch.cache.layers]
-        for _ in range(20):
-            batch.step([5, 6, 7])
-        assert rooms == [layer.key_buffer.data_ptr() for layer in batch.cache.layers]
-        assert batch.copies == 1
-        batch.leave(runs[2])
-        assert batch.length == batch.longest == runs[0].lane.length + 20
+    come(coming[0][0])
+    assert all(over.acquire(timeout=60) for _ in schedule)
+    for number, (_, count) in enumerate(schedule):
+        assert given[number] == wanted[number][:count], (number, schedule)
 
 
 def test_seeds_sample_the_same_tokens() -> None:
@@ -188,7 +146,7 @@ def test_seeds_sample_the_same_tokens() -> None:
         {"do_sample": True, "temperature": 1.3, "seed": seed, "max_new_tokens": 12}
         for seed in range(4)
     ]
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         wanted = [vlm.chat(chats()[i], **o).tokens for i, o in enumerate(options)]
     with served() as together:
         tickets = [together.submit(chats()[i], **o) for i, o in enumerate(options)]
@@ -201,7 +159,7 @@ def test_seeds_sample_the_same_tokens() -> None:
 def test_one_picture_and_one_prefix_are_computed_once() -> None:
     """As if the requests had come one after another, each finding what the one before left."""
     asked = [[turn(LONG, picture(1)), turn(f"Number {n % 3}?")] for n in range(6)]
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         for messages in asked:
             vlm.chat(messages, max_new_tokens=2, **GREEDY)
         wanted = vlm.runtime.engine.prefill_tokens
@@ -253,35 +211,11 @@ def test_tenants_share_nothing() -> None:
 # -- who comes next ------------------------------------------------------------------------------
 
 
-class Waits:
-    def __init__(self, number: int, remaining: int) -> None:
-        self.number, self.remaining, self.passed = number, remaining, 0
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 4000))
-def test_a_long_prompt_goes_on_however_many_short_ones_come(short: list[int], long: int) -> None:
-    """Between two of its chunks, others get at most its own rest and one turn more."""
-    patient, done, since = Waits(0, long), 0, 0
-    while patient.remaining > 0:
-        other = Waits(done + 1, short[done % len(short)])
-        chosen = next_of([patient, other])
-        step = min(chosen.remaining, 128)
-        if chosen is patient:
-            since = 0
-        else:
-            since += step
-            done += 1
-        assert since <= patient.remaining + 128
-        chosen.remaining -= step
-        had_its_turn(chosen, [patient, other], step)
-
-
 def test_of_prompts_alike_the_first_is_finished_first() -> None:
     """Each waits for those before it, and not all of them for the last."""
     order: list[int] = []
     with served() as together:
-        with together._vlm.runtime.lock:
+        with at_once(together):
             tickets = [
                 together.submit(
                     [turn(f"{LONG}{LONG}{n}", picture(n))],
@@ -336,7 +270,8 @@ def test_what_does_not_fit_waits() -> None:
         vlm = together._vlm
 
         def look(piece: Any) -> None:
-            seen.append(len(together._line.running))
+            told = together.stats()
+            seen.append(told["running"] + told["prefilling"])
 
         with vlm.runtime.lock:
             tickets = [
@@ -352,7 +287,8 @@ def test_one_that_is_larger_than_the_budget_is_served_alone() -> None:
     with served(batch_tokens=1) as together:
         replies = [together.submit(c, max_new_tokens=3, **GREEDY) for c in chats()[:3]]
         assert [len(r.result().tokens) for r in replies] == [3, 3, 3]
-        assert together.stats()["rows_per_pass"] == 1
+        stats = together.stats()
+        assert stats["passes"] >= stats["tokens"] == 9
 
 
 # -- outside of the scheduler's thread -----------------------------------------------------------
@@ -425,7 +361,7 @@ def test_who_hangs_up_frees_its_place(when: list[int]) -> None:
             if counts[number] == when[number]:
                 tickets[number].cancel()
 
-        with together._vlm.runtime.lock:
+        with at_once(together):
             for number in range(3):
                 tickets.append(
                     together.submit(
@@ -471,10 +407,10 @@ def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> 
         vision = vlm.runtime.vision_of("")
         original = vision.package
 
-        def package(medium: Any, *keep: bool) -> Any:
+        def package(medium: Any, *more: Any) -> Any:
             if medium.key == broken.media[0].key:
                 raise ImageError("the tower refused it")
-            return original(medium, *keep)
+            return original(medium, *more)
 
         broken = vlm.render([turn("Broken.", picture(7))])
         monkeypatch.setattr(vision, "package", package)
@@ -498,71 +434,53 @@ def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "gemma3_sliding"])
-def test_a_pass_that_runs_out_of_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the layers have taken the token in by then: all are computed again, one by one."""
+@pytest.mark.parametrize("of", ["a pass", "prompts"])
+def test_a_pass_that_runs_out_of_memory(
+    kind: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the layers have taken the tokens in by then: all are computed again, one by one."""
     failed = []
-    original = Batch.step
+    original = Decoder.forward
 
-    def step(self: Batch, tokens: Any) -> torch.Tensor:
-        logits = original(self, tokens)
-        if len(self.runs) == 3 and not failed:
-            failed.append(len(tokens))
-            raise torch.OutOfMemoryError("no room for this pass")
-        return logits
+    def forward(self: Decoder, segments: Any, *kernels: Any) -> Any:
+        found = original(self, segments, *kernels)
+        if len(segments) == 3 and (of == "prompts" or len(failed) in range(2)):
+            reads = max(len(one.ids) for one in segments) > 1
+            if reads == (of == "prompts"):
+                failed.append(len(segments))
+                raise torch.OutOfMemoryError("no room for this pass")
+        return found
 
-    monkeypatch.setattr(Batch, "step", step)
+    monkeypatch.setattr(Decoder, "forward", forward)
     with served(kind) as together:
-        with together._vlm.runtime.lock:
+        with at_once(together):
             tickets = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:3]]
         replies = [ticket.result() for ticket in tickets]
         assert together.stats()["failed"] == 0
-    assert failed == [3]
+    assert failed
     for reply, wanted in zip(replies, alone(kind), strict=False):
         assert reply.tokens == wanted[:16]
 
 
-@pytest.mark.parametrize("when", ["_lay", "leave"])
-def test_rows_that_cannot_be_laid_anew(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room to lay sequences together: they go on apart. No room as one leaves: likewise."""
-    failed = []
-    original = Batch._lay if when == "_lay" else Batch.leave
-
-    def fails(self: Batch, *arguments: Any) -> None:
-        if len(self.runs) == 2:
-            failed.append(when)
-            raise torch.OutOfMemoryError("no room for the copy")
-        original(self, *arguments)
-
-    monkeypatch.setattr(Batch, when, fails)
-    with served("qwen3_vl") as together:
-        with together._vlm.runtime.lock:
-            asked = zip(chats(), (16, 9, 12), strict=False)
-            tickets = [together.submit(c, max_new_tokens=n, **GREEDY) for c, n in asked]
-        replies = [ticket.result().tokens for ticket in tickets]
-    wanted = alone("qwen3_vl")
-    assert failed and replies == [wanted[0][:16], wanted[1][:9], wanted[2][:12]]
-
-
-@pytest.mark.parametrize("where", ["put_back", "finish"])
+@pytest.mark.parametrize("where", ["before", "behind"])
 def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails when a request ends: it has an end, its place is free, the others go on."""
     wanted, failed = alone("qwen3_vl"), []
     with served(max_running=3, max_waiting=0) as together:
-        vlm, owner = together._vlm, Batch if where == "put_back" else Turn
-        sound = getattr(owner, where)
+        sound = Lanes.give_back
 
-        def fail(self: Any, *given: Any) -> None:
-            if where == "finish":
-                sound(self, *given)
-            if self in failed or (not failed and together._line.running):
-                failed.append(self)
+        def fail(self: Lanes, lane: Any) -> None:
+            if where == "behind":
+                sound(self, lane)
+            if not failed:
+                failed.append(lane)
                 raise MemoryError("no room to let go")
-            if where == "put_back":
-                sound(self, *given)
+            if where == "before":
+                sound(self, lane)
 
-        monkeypatch.setattr(owner, where, fail)
-        with vlm.runtime.lock:
-            first = together.submit(chats()[0], max_new_tokens=3, exact=False, **GREEDY)
+        monkeypatch.setattr(Lanes, "give_back", fail)
+        with at_once(together):
+            first = together.submit(chats()[0], max_new_tokens=3, **GREEDY)
             others = [together.submit(chats()[n], max_new_tokens=24, **GREEDY) for n in (1, 2)]
         with pytest.raises(MemoryError):
             first.result()
@@ -571,24 +489,18 @@ def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.Monke
 
 
 def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    with served() as together:
-        engine = together._runtime.engine
-        original, original_batch = engine.step, Batch.step
+    original = Decoder.forward
 
-        def step(run: Any, token: int) -> torch.Tensor:
-            if len(run.prompt) == longest and run.lane.length > longest + 2:
+    def forward(self: Decoder, segments: Any, *kernels: Any) -> Any:
+        for one in segments:
+            if len(one.prompt) == longest and one.end > longest + 3:
                 raise torch.OutOfMemoryError("no room for this one")
-            return original(run, token)
+        return original(self, segments, *kernels)
 
-        def batch_step(self: Batch, tokens: Any) -> torch.Tensor:
-            if max(self._lengths) > longest + 2:
-                raise torch.OutOfMemoryError("no room for all of them")
-            return original_batch(self, tokens)
-
+    with served() as together:
         longest = len(together._vlm.render(chats()[4]))
-        monkeypatch.setattr(engine, "step", step)
-        monkeypatch.setattr(Batch, "step", batch_step)
-        with together._vlm.runtime.lock:
+        monkeypatch.setattr(Decoder, "forward", forward)
+        with at_once(together):
             tickets = [together.submit(chats()[n], max_new_tokens=16, **GREEDY) for n in (0, 4, 1)]
         for number, ticket in ((0, tickets[0]), (1, tickets[2])):
             assert ticket.result().tokens == alone("qwen3_vl")[number][:16]
@@ -598,7 +510,7 @@ def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_full_house_says_when_to_come_again() -> None:
     with served(max_running=1, max_waiting=1) as together:
-        with together._vlm.runtime.lock:
+        with at_once(together):
             tickets = [together.submit(chats()[1], max_new_tokens=2, **GREEDY) for _ in range(2)]
             with pytest.raises(Busy) as caught:
                 together.submit(chats()[1])
@@ -609,7 +521,7 @@ def test_a_full_house_says_when_to_come_again() -> None:
 
 
 def test_closing_finishes_or_ends_what_is_left() -> None:
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         together = Together(vlm, max_running=1)
         with vlm.runtime.lock:
             tickets = [together.submit(c, max_new_tokens=4, **GREEDY) for c in chats()[:3]]
@@ -626,6 +538,21 @@ def test_closing_finishes_or_ends_what_is_left() -> None:
         for ticket in tickets:
             with pytest.raises(Closed):
                 ticket.result()
+        check(vlm)
+
+
+def test_closing_ends_nobody_elses_answer() -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        together = Together(vlm)
+        direct = vlm.stream(chats()[1], max_new_tokens=24, **GREEDY)
+        tokens = [next(direct).token]
+        with vlm.runtime.lock:
+            ticket = together.submit(chats()[4], max_new_tokens=400, min_new_tokens=400, **GREEDY)
+            threading.Thread(target=together.close, args=(0.0,)).start()
+        with pytest.raises(Closed):
+            ticket.result()
+        tokens += [piece.token for piece in direct if piece.token is not None]
+        assert tokens == alone("qwen3_vl")[1]
         check(vlm)
 
 
@@ -666,7 +593,7 @@ def test_weights_that_change_between_two_chunks() -> None:
 
             def change(piece: Any) -> None:
                 if not seen:
-                    seen.append(together._line.prefilling[0].turn.done_tokens)
+                    seen.append(together.stats()["prefilling"])
                     with torch.no_grad():
                         norm.mul_(1.5)
 
@@ -712,9 +639,9 @@ def test_decoded_state_of_two_weights_is_not_kept() -> None:
     """It would be found by whoever goes back to the weights that began it: as with adapters."""
     norm = build("qwen3_vl")[0].get_decoder().layers[0].input_layernorm.weight
     kept, asked = norm.detach().clone(), [turn("Look. " * 20, picture(1))]
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         try:
-            pieces = vlm.stream(asked, max_new_tokens=8, exact=False, **GREEDY)
+            pieces = vlm.stream(asked, max_new_tokens=8, **GREEDY)
             next(pieces)
             with torch.no_grad():
                 norm.mul_(1.5)
@@ -723,28 +650,8 @@ def test_decoded_state_of_two_weights_is_not_kept() -> None:
         finally:
             with torch.no_grad():
                 norm.copy_(kept)
-        vlm.explain(asked, exact=False)
+        vlm.explain(asked)
         assert all(node.end <= vlm.render(asked).ids.size for node in vlm.runtime.tree.nodes())
-
-
-def test_decoded_state_is_kept_where_exactness_is_given_up() -> None:
-    first = chats()[1]
-    for together_too in (False, True):
-        with served() as together:
-            vlm = together._vlm
-            options = {"max_new_tokens": 30, "min_new_tokens": 30, "exact": False, **GREEDY}
-            if together_too:
-                with vlm.runtime.lock:
-                    both = [together.submit(first, **options) for first in (first, chats()[4])]
-                reply = both[0].result()
-                both[1].result()
-            else:
-                reply = vlm.chat(first, **options)
-            ids = [*vlm.render(first).ids.tolist(), *reply.tokens[:-1], 9, 9]
-            out = vlm.generate(
-                torch.tensor([ids]), max_new_tokens=2, exact=False, return_dict_in_generate=True
-            )
-            assert out.usage.cached_tokens == len(ids) - 2
 
 
 def test_prepare_and_explain() -> None:
@@ -760,7 +667,7 @@ def test_prepare_and_explain() -> None:
 
 
 def test_a_report_tells_what_a_direct_call_would() -> None:
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         wanted = vlm.chat(chats()[3], max_new_tokens=5, **GREEDY)
     with served() as together:
         ticket = together.submit(chats()[3], max_new_tokens=5, **GREEDY)
@@ -775,7 +682,7 @@ def test_a_report_tells_what_a_direct_call_would() -> None:
 
 
 def test_stop_strings_and_text() -> None:
-    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         text = vlm.chat(chats()[1], max_new_tokens=20, **GREEDY).text
         stop = text[4:7]
         wanted = vlm.chat(chats()[1], max_new_tokens=20, stop=stop, **GREEDY)

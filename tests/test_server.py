@@ -22,7 +22,7 @@ from keepsight.server import app
 @pytest.fixture(scope="module")
 def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm, live(vlm) as it:
+    with ks.wrap(model, processor) as vlm, live(vlm) as it:
         yield it
 
 
@@ -271,7 +271,7 @@ def test_a_reset_without_a_salt_leaves_other_salts_alone(
         body = {"model": "demo", "messages": asked(scene(8)), **more}
         return int(server.call("/v1/cache/explain", body)[1]["report"]["cached_tokens"])
 
-    with ks.wrap(*demo_parts["demo"], grain=16, tenant=tenant) as vlm, live(vlm) as server:
+    with ks.wrap(*demo_parts["demo"], tenant=tenant) as vlm, live(vlm) as server:
         for more in ({}, {"cache_salt": "s"}):
             server.call("/v1/prepare", {"model": "demo", "messages": asked(scene(8)), **more})
         assert server.call("/v1/cache/stats")[1]["features"]["packages"] == 2

@@ -57,7 +57,7 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 @pytest.fixture(scope="module")
 def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm, live(vlm) as it:
+    with ks.wrap(model, processor) as vlm, live(vlm) as it:
         yield it
 
 
@@ -184,7 +184,7 @@ def test_what_is_cut_off_at_the_end_is_told_why(demo_parts: Any) -> None:
     model, processor = demo_parts["demo"]
     body = {"messages": [{"role": "user", "content": "x"}]}
     ends: dict[str, Any] = {}
-    with ks.wrap(model, processor, grain=16) as vlm, live(vlm, script := Endless()) as server:
+    with ks.wrap(model, processor) as vlm, live(vlm, script := Endless()) as server:
         server.server._drain = 0.2
 
         def whole() -> None:

@@ -548,7 +548,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.fixture(scope="module")
 def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as vlm, live(vlm) as it:
+    with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm, live(vlm) as it:
         yield it
 
 

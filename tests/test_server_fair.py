@@ -30,7 +30,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as it:
+    with ks.wrap(model, processor) as it:
         yield it
 
 

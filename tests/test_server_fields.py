@@ -23,7 +23,7 @@ from keepsight.server.served_model import _wishes
 @pytest.fixture(scope="module")
 def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm, live(vlm) as it:
+    with ks.wrap(model, processor) as vlm, live(vlm) as it:
         yield it
 
 
@@ -188,7 +188,7 @@ def test_sizes_of_one_picture_are_the_processors_own(server: Live, demo_parts: A
         usage[least, most] = shown(server, {**where, **limits})
         assert usage[least, most]["unused"] == ""
         size = {"shortest_edge": least or min(9216, most or 9216), "longest_edge": most or 16_384}
-        with ks.wrap(model, processor, grain=16, image_options={"size": size}) as other:
+        with ks.wrap(model, processor, image_options={"size": size}) as other:
             prompt = other.render(asked(png(image)))
             assert len(prompt.ids) == usage[least, most]["prompt_tokens"]
             keys = [segment.key for segment in other.explain(asked(png(image))).segments]
@@ -269,7 +269,7 @@ def test_thoughts_are_opened_as_the_template_does(
     from test_server_middleware import TEMPLATE
 
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as vlm:
+    with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm:
         with live(vlm, Scripted("hm</think>Yes.")) as server:
             messages = [{"role": "user", "content": "x"}]
             _, reply, headers = server.chat({"messages": messages, **body})

@@ -32,7 +32,7 @@ def bearer(name: str) -> dict[str, str]:
 def locked(demo_parts: dict[str, Any], tmp_path: Path) -> Iterator[Live]:
     """A server with keys and a store; nothing is remembered."""
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         with live(vlm, keys=KEYS) as server:
             yield server
 
@@ -83,7 +83,7 @@ def test_salts_of_one_key_have_one_quota_on_disk(
 ) -> None:
     quota = 300_000
     limits = {"store": tmp_path, "tenant_quota": quota}
-    with ks.wrap(*demo_parts["demo"], grain=16, **limits) as vlm, live(vlm, keys=KEYS) as server:
+    with ks.wrap(*demo_parts["demo"], **limits) as vlm, live(vlm, keys=KEYS) as server:
         assert prepared(server, 73, "bob")
         for n in range(8):
             body = {**about(74), "cache_salt": "one" if n % 2 else f"number {n}"}
@@ -133,7 +133,7 @@ TOOL = {
 
 def test_a_pinned_conversation_has_its_tools(demo_parts: dict[str, Any]) -> None:
     body = {**about(76), "tools": [TOOL]}
-    with ks.wrap(*demo_parts["demo"], grain=16, chat_template=TEMPLATE) as vlm, live(vlm) as server:
+    with ks.wrap(*demo_parts["demo"], chat_template=TEMPLATE) as vlm, live(vlm) as server:
         status, told = server.call("/v1/cache/pin", body)[:2]
         assert status == 200, told
         report = server.call("/v1/cache/explain", body)[1]["report"]
@@ -147,7 +147,7 @@ def test_a_pinned_conversation_has_its_tools(demo_parts: dict[str, Any]) -> None
 
 def test_a_pin_too_many_is_refused_by_name(demo_parts: dict[str, Any]) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, tenant_quota="100KB") as vlm:
+    with ks.wrap(model, processor, tenant_quota="100KB") as vlm:
         with live(vlm, keys=KEYS) as server:
             salts = [{**about(75), "cache_salt": f"{n}"} for n in range(20)]
             told = [server.call("/v1/cache/pin", b, headers=bearer("ann"))[:2] for b in salts]
@@ -250,7 +250,7 @@ def test_flushing_is_an_administrators(locked: Live) -> None:
 def test_explaining_moves_and_remembers_nothing(demo: Any, tmp_path: Path) -> None:
     """Not what is on the disk, not what is least useful in memory, not the picture itself."""
     with (
-        ks.wrap(demo.model, demo.processor, grain=16, store=tmp_path) as vlm,
+        ks.wrap(demo.model, demo.processor, store=tmp_path) as vlm,
         live(vlm) as server,
     ):
         for seed in (74, 75):
@@ -294,7 +294,7 @@ def test_a_whole_prompt_says_from_which_tier_it_came(
 ) -> None:
     model, processor = demo_parts["demo"]
     body = {"messages": asked(scene(77)), "max_tokens": 4, "keepsight": {"report": True}}
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm, live(vlm) as server:
+    with ks.wrap(model, processor, store=tmp_path) as vlm, live(vlm) as server:
         server.chat(body)
         vlm.flush()
         vlm.clear()

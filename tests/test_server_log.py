@@ -36,7 +36,7 @@ def test_a_terminal_shows_short_lines_above_the_address(
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm, live(vlm, Scripted("hi")) as server:
+    with ks.wrap(model, processor) as vlm, live(vlm, Scripted("hi")) as server:
         object.__setattr__(server.service.config, "log", True)
         with caplog.at_level(logging.INFO, logger="keepsight.server.requests"):
             assert server.chat({"messages": HELLO, "tempature\x1b[2J": 1})[0] == 200
@@ -69,7 +69,7 @@ def test_garbage_is_not_looked_for_among_what_loading_made(
 
     monkeypatch.setattr(running, "make_server", lambda service: Listening())
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         running.serve(vlm, "demo", ServerConfig(log=False), str)
     assert frozen[0] > 100_000 and not gc.get_freeze_count()
 

@@ -39,7 +39,7 @@ def bearer(name: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as it:
+    with ks.wrap(model, processor) as it:
         yield it
 
 
@@ -831,7 +831,7 @@ def test_names_are_told_to_the_model_or_named(server: Live, demo_parts: dict[str
     assert unused == "messages[1].name, messages[2].name"
     model, processor = demo_parts["demo"]
     assert NAMED != TEMPLATE
-    with ks.wrap(model, processor, grain=16, chat_template=NAMED) as named:
+    with ks.wrap(model, processor, chat_template=NAMED) as named:
         with live(named, script := Scripted("hi")) as other:
             assert "x-keepsight-unused" not in other.chat({"messages": later})[2]
         assert script.asked[0][0][2]["name"] == "ann"
@@ -840,7 +840,7 @@ def test_names_are_told_to_the_model_or_named(server: Live, demo_parts: dict[str
 @pytest.fixture(scope="module")
 def thinker(demo_parts: dict[str, Any]) -> Iterator[Any]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as it:
+    with ks.wrap(model, processor, chat_template=TEMPLATE) as it:
         yield it
 
 

@@ -34,7 +34,7 @@ NEXT = {"role": "user", "content": "And now?"}
 @pytest.fixture(scope="module")
 def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as it:
+    with ks.wrap(model, processor, chat_template=TEMPLATE) as it:
         yield it
 
 

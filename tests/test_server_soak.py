@@ -92,7 +92,7 @@ def soak(server: Live, seconds: float, clients: int) -> None:
 
 def test_a_crowd_for_a_moment(demo_parts: dict[str, Any]) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm, live(vlm, max_running=4) as server:
+    with ks.wrap(model, processor) as vlm, live(vlm, max_running=4) as server:
         soak(server, 4, 6)
 
 
@@ -100,7 +100,7 @@ def test_a_crowd_for_a_moment(demo_parts: dict[str, Any]) -> None:
 def test_a_crowd_for_minutes(demo_parts: dict[str, Any]) -> None:
     model, processor = demo_parts["demo"]
     budgets = {"cache_budget": "8MiB", "vision_budget": "4MiB"}
-    with ks.wrap(model, processor, grain=16, **budgets) as vlm, live(vlm) as server:
+    with ks.wrap(model, processor, **budgets) as vlm, live(vlm) as server:
         soak(server, 30, 8)
         before = psutil.Process().memory_info().rss
         soak(server, 90, 8)

@@ -245,7 +245,7 @@ def served(
 ) -> Iterator[Live]:
     monkeypatch.setattr(running, "_SWEEP", 0.1)
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         with live(vlm, keys=KEYS) as server:
             yield server
 
@@ -323,7 +323,7 @@ def test_uploads_on_a_slow_disk_hold_up_nothing_else(
 ) -> None:
     over, held = threading.Event(), threading.Semaphore(0)
     limits = {"max_waiting": 64, "max_running": 32}
-    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path) as vlm, live(vlm, **limits) as up:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm, live(vlm, **limits) as up:
         first = {"model": "demo", "input": "Hello!", "max_output_tokens": 2}
         kept = up.call("/v1/responses", first)[1]["id"]
         sent = up.upload(png(scene(3)))[1]["id"]

@@ -19,7 +19,7 @@ LONG = "Please look at this picture very carefully and then tell me all that you
 
 def fresh_answer(vlm: Any, session: Any) -> list[int]:
     """The last answer of a session, computed by a memory that has seen nothing."""
-    with ks.wrap(vlm.model, vlm.processor, grain=vlm.runtime.rule.grain) as fresh:
+    with ks.wrap(vlm.model, vlm.processor) as fresh:
         return fresh.chat(session.messages[:-1], max_new_tokens=6).tokens
 
 
@@ -29,7 +29,7 @@ def test_forks_share_and_part(demo: Any) -> None:
     two = one.fork()
     a = one.ask("What is the colour of it?", max_new_tokens=6)
     b = two.ask("Where does it stand in there?", picture(2), max_new_tokens=6)
-    assert a.usage.cached_tokens == b.usage.cached_tokens > 0
+    assert min(a.usage.cached_tokens, b.usage.cached_tokens) > 50
     assert b.usage.images_encoded == 1
     assert a.tokens == fresh_answer(demo, one) and b.tokens == fresh_answer(demo, two)
     assert len(one.messages) == len(two.messages) == 4
@@ -72,13 +72,13 @@ def test_a_failed_turn_leaves_the_history(demo: Any) -> None:
 def test_save_and_resume(demo_parts: Any, tmp_path: Path, name: str) -> None:
     model, processor = demo_parts[name]
     path = tmp_path / "talk.keep"
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         session = vlm.session("You look at pictures.")
         session.ask(LONG, picture(1), max_new_tokens=6)
         session.ask("And this?", picture(2), max_new_tokens=6)
         session.save(path)
         expected = session.ask("Compare the pictures.", max_new_tokens=8)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         resumed = vlm.resume(path)
         assert not resumed.notes
         reply = resumed.ask("Compare the pictures.", max_new_tokens=8)
@@ -86,7 +86,7 @@ def test_save_and_resume(demo_parts: Any, tmp_path: Path, name: str) -> None:
         assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
         assert torch.equal(logits(vlm, resumed.messages[:-1]), logits(vlm, session.messages[:-1]))
         vlm.runtime.tree.check()
-    with ks.wrap(model, processor, grain=24) as vlm:  # other circumstances
+    with ks.wrap(model, processor, pack=True) as vlm:  # other circumstances
         resumed = vlm.resume(path)
         assert resumed.notes
         reply = resumed.ask("Compare the pictures.", max_new_tokens=8)
@@ -96,12 +96,12 @@ def test_save_and_resume(demo_parts: Any, tmp_path: Path, name: str) -> None:
 def test_resume_with_other_vision_weights_is_refused(demo_parts: Any, tmp_path: Path) -> None:
     model, processor = demo_parts["demo"]
     path = tmp_path / "talk.keep"
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         session = vlm.session()
         session.ask(LONG, picture(1), max_new_tokens=3)
         session.save(path)
     other, processor = demo_parts["demo-hybrid"]
-    with ks.wrap(other, processor, grain=16) as vlm, pytest.raises(WrongIdentity) as caught:
+    with ks.wrap(other, processor) as vlm, pytest.raises(WrongIdentity) as caught:
         vlm.resume(path)
     assert caught.value.field == "vision weights" and caught.value.expected != caught.value.found
 
@@ -143,7 +143,7 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     assert resumed.notes
     demo.runtime.tree.check()
     messages = [*resumed.messages[:1]]
-    with ks.wrap(demo.model, demo.processor, grain=16) as fresh:
+    with ks.wrap(demo.model, demo.processor) as fresh:
         assert torch.equal(logits(demo, messages), logits(fresh, messages))
     del record["media"]
     tensorfile.write(lying, "session", 1, tensors, record)
@@ -172,7 +172,7 @@ def test_snapshots_of_another_shape_never_reach_the_tree(
         record.pop(name)
     lying = tmp_path / "lying.keep"
     tensorfile.write(lying, "session", 1, tensors, record)
-    with ks.wrap(demo.model, demo.processor, grain=16) as fresh:
+    with ks.wrap(demo.model, demo.processor) as fresh:
         resumed = fresh.resume(lying)
         changed = change != "state" or any("/fixed/" in name for name in tensors)
         assert any("does not belong" in note for note in resumed.notes) == changed
@@ -209,12 +209,12 @@ def test_saving_where_nothing_can_be_written(demo: Any, tmp_path: Path) -> None:
 def test_sessions_of_random_models(tmp_path: Path) -> None:
     for kind in ("sliding", "qwen3_5", "internvl"):
         model, processor = build(kind)
-        with ks.wrap(model, processor, grain=16) as vlm:
+        with ks.wrap(model, processor) as vlm:
             session = vlm.session()
             session.ask(LONG, picture(1), max_new_tokens=4)
             path = session.save(tmp_path / f"{kind}.keep")
             expected = session.ask("More?", picture(2, 160, 96), max_new_tokens=4)
-        with ks.wrap(model, processor, grain=16) as vlm:
+        with ks.wrap(model, processor) as vlm:
             resumed = vlm.resume(path)
             reply = resumed.ask("More?", picture(2, 160, 96), max_new_tokens=4)
             assert reply.tokens == expected.tokens

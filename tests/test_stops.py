@@ -80,7 +80,7 @@ def test_nothing_is_laid_out_against_the_vocabulary(
 ) -> None:
     """`generate` with stop strings gives stock sequences, `chat` cuts its text there."""
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         messages = [{"role": "user", "content": "Hello!"}]
         text = vlm.chat(messages, max_new_tokens=20).text
         stop, inputs = text[4:7], vlm.inputs(messages)
@@ -112,7 +112,7 @@ def test_nothing_is_laid_out_against_the_vocabulary(
     ],
 )
 def test_too_many_or_too_long_are_refused(demo_parts: dict[str, Any], stop: Any, why: str) -> None:
-    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+    with ks.wrap(*demo_parts["demo"]) as vlm:
         messages = [{"role": "user", "content": "Hello!"}]
         with pytest.raises(InputError, match=why):
             vlm.chat(messages, stop=stop)

@@ -95,9 +95,9 @@ def test_the_model_works_on_without_its_store(
     demo_parts: dict[str, Any], nowhere: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, grain=16) as free:
+    with ks.wrap(model, processor) as free:
         wanted = free.ask(picture(1), "What is it?", max_new_tokens=2)
-    with ks.wrap(model, processor, grain=16, store=nowhere) as vlm:
+    with ks.wrap(model, processor, store=nowhere) as vlm:
         for cached in (0, wanted.usage.prompt_tokens):
             reply = vlm.ask(picture(1), "What is it?", max_new_tokens=2)
             assert (reply.text, reply.usage.cached_tokens) == (wanted.text, cached)

@@ -35,7 +35,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def wanted(demo_parts: dict[str, Any]) -> list[str]:
     """What a model without a store says of some pictures."""
-    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+    with ks.wrap(*demo_parts["demo"]) as vlm:
         return answers(vlm)
 
 
@@ -106,7 +106,7 @@ def test_a_full_disk_holds_up_neither_answers_nor_statistics(
     disk = tmp_path / "disk"
     with mounted(disk, "2m"):
         ballast = fill_up(disk, room)
-        with ks.wrap(*demo_parts["demo"], grain=16, store=disk / "store") as vlm:
+        with ks.wrap(*demo_parts["demo"], store=disk / "store") as vlm:
             with asking(vlm) as got:
                 for _ in range(3):
                     assert answers(vlm) == wanted
@@ -135,7 +135,7 @@ def test_a_server_over_a_full_disk_answers_chats_and_metrics(
     with mounted(disk, "2m"):
         fill_up(disk, 0)
         with (
-            ks.wrap(*demo_parts["demo"], grain=16, store=disk / "store") as vlm,
+            ks.wrap(*demo_parts["demo"], store=disk / "store") as vlm,
             live(vlm) as server,
         ):
             for seed in range(3):
@@ -154,11 +154,11 @@ def test_a_disk_that_becomes_read_only_is_read_and_what_it_refuses_is_named(
 ) -> None:
     disk = tmp_path / "disk"
     with mounted(disk):
-        with ks.wrap(*demo_parts["demo"], grain=16, store=disk / "store") as vlm:
+        with ks.wrap(*demo_parts["demo"], store=disk / "store") as vlm:
             vlm.ask(picture(0), TEXT, max_new_tokens=3)
             vlm.flush()
         allow_writing(disk, False)
-        with ks.wrap(*demo_parts["demo"], grain=16, store=disk / "store") as vlm:
+        with ks.wrap(*demo_parts["demo"], store=disk / "store") as vlm:
             with asking(vlm):
                 reply = vlm.ask(picture(0), TEXT, max_new_tokens=3)
                 assert reply.text == wanted[0] and reply.usage.images_encoded == 0
@@ -182,7 +182,7 @@ def test_a_disk_that_is_taken_away_is_not_written_beneath(
 ) -> None:
     disk = tmp_path / "disk"
     with mounted(disk):
-        with ks.wrap(*demo_parts["demo"], grain=16, store=disk / "store") as vlm, asking(vlm):
+        with ks.wrap(*demo_parts["demo"], store=disk / "store") as vlm, asking(vlm):
             assert answers(vlm) == wanted
             vlm.flush()
             vlm.clear()

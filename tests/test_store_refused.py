@@ -346,7 +346,7 @@ def test_what_waits_for_a_slow_disk_is_bounded_by_the_budgets_of_memory(
 ) -> None:
     monkeypatch.setattr(core_settings, "LEAST_WAITING", 0)
     budgets = {"cache_budget": "150KB", "vision_budget": "50KB"}
-    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path, **budgets) as vlm:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path, **budgets) as vlm:
         stall = stalled(os, "fsync")
         vlm.ask(picture(0), "What is it?", max_new_tokens=2)
         assert stall.reached.wait(30)
@@ -393,7 +393,7 @@ def test_statistics_of_a_model_need_neither_the_model_nor_its_store(
     demo_parts: dict[str, Any], tmp_path: Path, stalled: Any
 ) -> None:
     """The model's lock may be held for as long as a disk hangs."""
-    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
         vlm.ask(picture(1), "What is it?", max_new_tokens=2)
         vlm.flush()
         before = vlm.stats()
@@ -424,7 +424,7 @@ def test_statistics_of_a_model_need_neither_the_model_nor_its_store(
 def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
     demo_parts: dict[str, Any],
 ) -> None:
-    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+    with ks.wrap(*demo_parts["demo"]) as vlm:
         known = set(vlm.runtime.visions)
         for number in range(5):
             told = vlm.stats(f"nobody {number}")["features"]
@@ -533,9 +533,9 @@ def test_answers_stay_right_and_come_while_the_disk_hangs(
 ) -> None:
     model, processor = demo_parts["demo"]
     questions = [(picture(number), "What is it?") for number in range(4)]
-    with ks.wrap(model, processor, grain=16) as free:
+    with ks.wrap(model, processor) as free:
         wanted = [free.ask(*question, max_new_tokens=3) for question in questions]
-    with ks.wrap(model, processor, grain=16, store=tmp_path / "store") as vlm:
+    with ks.wrap(model, processor, store=tmp_path / "store") as vlm:
         vlm.ask(*questions[0], max_new_tokens=3)
         vlm.ask(*questions[1], max_new_tokens=3)
         vlm.flush()
@@ -589,9 +589,9 @@ def test_answers_come_while_housekeeping_waits_for_the_disk(
     demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, hurried: None, what: str
 ) -> None:
     where, housekeeping = HOUSEKEEPING[what]
-    with ks.wrap(*demo_parts["demo"], grain=16) as free:
+    with ks.wrap(*demo_parts["demo"]) as free:
         wanted = [free.chat(shown(n), max_new_tokens=3).text for n in range(4)]
-    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
         for number in range(3):
             vlm.chat(shown(number), max_new_tokens=3)
         vlm.flush()
@@ -615,7 +615,7 @@ def test_answers_come_while_housekeeping_waits_for_the_disk(
 def test_what_is_read_while_it_is_deleted_is_gone_too(
     demo_parts: dict[str, Any], tmp_path: Path, stalled: Any
 ) -> None:
-    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
         vlm.encode([picture(1), picture(2)])
         vlm.flush()
         stall = stalled(os, "unlink")
@@ -632,7 +632,7 @@ def test_what_is_read_while_it_is_deleted_is_gone_too(
 def test_a_disk_that_refuses_a_pin_leaves_none_in_memory(
     demo_parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
         vlm.chat(shown(1), max_new_tokens=3)
         vlm.flush()
         tree, shelf = vlm.runtime.tree, vlm.runtime.caches.packages
@@ -777,9 +777,9 @@ def test_answers_stay_right_while_a_store_vanishes_and_comes_back(
 ) -> None:
     model, processor = demo_parts["demo"]
     root, away = tmp_path / "disk" / "store", tmp_path / "away"
-    with ks.wrap(model, processor, grain=16) as free:
+    with ks.wrap(model, processor) as free:
         wanted = [free.ask(picture(n), "What is it?", max_new_tokens=3).text for n in range(3)]
-    with ks.wrap(model, processor, grain=16, store=root) as vlm:
+    with ks.wrap(model, processor, store=root) as vlm:
 
         def answers() -> list[str]:
             return [vlm.ask(picture(n), "What is it?", max_new_tokens=3).text for n in range(3)]

@@ -76,7 +76,7 @@ def vlm() -> Iterator[Any]:
     """A model of its own, since some of these tests cast it."""
     build.cache_clear()
     model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         yield vlm
     build.cache_clear()
 
@@ -200,7 +200,7 @@ def test_snapshots_in_a_store_are_known_again_in_each_dtype(tmp_path: Any) -> No
     model, processor = build("qwen3_5")
     try:
         for rounds in range(2):
-            with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+            with ks.wrap(model, processor, store=tmp_path) as vlm:
                 for dtype in (torch.float32, torch.bfloat16, torch.float32):
                     model.to(dtype)
                     assert bool(vlm.prepare(FIRST).cached_tokens) == bool(rounds)
@@ -243,7 +243,7 @@ def test_hooks_of_all_modules_are_noticed(vlm: Any) -> None:
 
 def test_what_runs_the_experts_is_part_of_the_namespace() -> None:
     model, processor = build("qwen3_vl_moe")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         usual, before = model.config._experts_implementation, vlm.runtime.refresh()
         other = "batched_mm" if usual == "eager" else "eager"
         model.set_experts_implementation(other)
@@ -311,7 +311,7 @@ print(switches("cpu", []))
 def test_pixels_follow_the_default_dtype() -> None:
     """A processor that makes tensors of its own makes them in that dtype: a name is not enough."""
     model, processor = build("lfm2_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         vlm.chat(FIRST, max_new_tokens=1)
         with SWITCHES["default dtype"]():
             assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))

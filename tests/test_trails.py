@@ -7,23 +7,32 @@ with the trails of those before it and once without any.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_paths import END, build, fake_kv, fake_logits, path
+from fake_paths import END, build, fake_kv, fake_logits, path, short_stretches
 
 from keepsight.prefix.match import Known, Match
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.trails import Trail
 from keepsight.prefix.tree import Tree
 
-RULE = Rule(2, frozenset({END}), True, kernels=("some",))
+
+
+@pytest.fixture(autouse=True)
+def _short_stretches() -> Iterator[None]:
+    with short_stretches():
+        yield
+
+
+RULE = Rule(frozenset({END}), True, kernels=("some",))
 DEEDS = ["go on", "go on", "go on", "again", "edit", "branch", "new", "forget", "evict", "evict"]
 
 
 def looked(tree: Tree, whole: Prompt) -> tuple[Match, Known]:
-    return tree.match_tokens("n", whole, RULE), tree.known("n", whole)
+    return tree.match("n", whole, RULE), tree.known("n", whole)
 
 
 def without_trails(tree: Tree, whole: Prompt) -> tuple[Match, Known]:
@@ -45,10 +54,10 @@ def prefill(tree: Tree, whole: Prompt, decoded: str = "") -> Match:
     tree.hold(node)
     assert tree.load(node, whole)
     tokens = path(whole)
-    for end in [*whole.boundaries(RULE, node.end), len(whole)] if not match.whole else ():
+    for end in [*whole.ends(RULE, node.end), len(whole)] if not match.whole else ():
         logits = fake_logits(tokens) if end == len(whole) else None
         kv = fake_kv(tokens, node.end, end)
-        after = tree.insert(node, whole, end, kv, None, logits, ends=False)
+        after = tree.insert(node, whole, end, kv, None, logits)
         tree.release(node)
         node = after
     if decoded:

@@ -90,7 +90,7 @@ def assert_like_pixels(vlm: Any, batch: dict[str, Any], pixels: dict[str, Any]) 
 )
 def test_losses_and_gradients_are_those_of_pixels(kind: str) -> None:
     model, processor = build(kind)
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         vlm.encode(pictures())
         batch = batch_of(PackageDataset(vlm, records()))
         pixels = [vlm.runtime.vision.name(image).recall() for image in pictures()]
@@ -105,7 +105,7 @@ def test_a_batch_is_what_the_stock_processor_makes(kind: str) -> None:
     model, processor = build(kind)
     side, processor.tokenizer.padding_side = processor.tokenizer.padding_side, "right"
     try:
-        with ks.wrap(model, processor, grain=16) as vlm:
+        with ks.wrap(model, processor) as vlm:
             vlm.encode(pictures())
             batch = batch_of(PackageDataset(vlm, records()))
         texts = [
@@ -127,7 +127,7 @@ def test_a_batch_is_what_the_stock_processor_makes(kind: str) -> None:
 def test_only_the_answer_is_learnt() -> None:
     model, processor = build("qwen3_vl")
     tokenizer = processor.tokenizer
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         vlm.encode(pictures())
         batch = batch_of(PackageDataset(vlm, records()))
         for row, (messages, answer) in enumerate(records()):
@@ -142,7 +142,7 @@ def test_only_the_answer_is_learnt() -> None:
 
 def test_a_batch_of_text_has_no_features() -> None:
     model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         batch = batch_of(PackageDataset(vlm, records()[1:2]))
         assert "mm_encoder_outputs" not in batch
         assert_like_pixels(vlm, batch, {})
@@ -152,7 +152,7 @@ def test_a_batch_of_text_has_no_features() -> None:
 def test_what_no_test_has_trained_is_refused(kind: str) -> None:
     model, processor = build(kind)
     with (
-        ks.wrap(model, processor, grain=16) as vlm,
+        ks.wrap(model, processor) as vlm,
         pytest.raises(UnsupportedInput, match="cannot be trained from packages"),
     ):
         PackageDataset(vlm, records())
@@ -390,15 +390,15 @@ def test_files_that_change_while_training_are_noticed(folder: Path) -> None:
 
 def test_records_of_the_wrong_shape_are_named() -> None:
     model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for bad, said in ((["one"], "record 0 is not a pair"), ([([turn("a")], "")], "no text")):
             with pytest.raises(MessagesError, match=said):
                 PackageDataset(vlm, bad)
         with pytest.raises(InputError, match="is no folder"):
             PackageDataset(vlm, [], packages="nowhere at all")
     fickle = TEMPLATE.replace("IMAGE", "x").replace("assistant\n", "assistant\nthink ")
-    with ks.wrap(model, processor, grain=16, chat_template=fickle) as vlm:
+    with ks.wrap(model, processor, chat_template=fickle) as vlm:
         with pytest.raises(MessagesError, match="differently once"):
             PackageDataset(vlm, [([turn("a")], "b")])
-    with ks.wrap(model, None, grain=16) as vlm, pytest.raises(InputError, match="processor"):
+    with ks.wrap(model, None) as vlm, pytest.raises(InputError, match="processor"):
         PackageDataset(vlm, [([turn("a")], "b")])

@@ -14,17 +14,19 @@ from typing import Any, ClassVar
 
 import pytest
 from fake_paths import (
-    RULE,
-    SHORT_RUN,
+    begun,
     build,
     demote,
+    ends_of,
     evictable_bytes,
     expect_values,
     fake_fixed,
     fake_kv,
     fake_logits,
     found,
+    is_whole,
     path,
+    short_stretches,
 )
 from hostile import bounded
 from hypothesis import Phase
@@ -40,7 +42,7 @@ from hypothesis.stateful import (
 import keepsight as ks
 from keepsight import digests
 from keepsight.errors import InputError, PinsFull
-from keepsight.prefix import prompt, residency, tier
+from keepsight.prefix import residency, tier
 from keepsight.prefix.match import Known
 from keepsight.prefix.node import DEVICE, HOST, Node, Part
 from keepsight.prefix.prompt import Prompt
@@ -56,9 +58,8 @@ KEYS = {letter: digests.digest("identity", letter.lower()) for letter in "ABC"}
 
 @pytest.fixture(autouse=True)
 def _short_runs() -> Iterator[None]:
-    before, prompt.RUN = prompt.RUN, SHORT_RUN
-    yield
-    prompt.RUN = before
+    with short_stretches():
+        yield
 
 
 class Clock:
@@ -131,15 +132,9 @@ class Turn:
 
     def __init__(self, tree: Tree, whole: Prompt, space: str = "n") -> None:
         self.tree, self.whole, self.space = tree, whole, space
-        while True:
-            self.match = found(tree, whole, space)
-            tree.hold(self.match.node)
-            if tree.load(self.match.node, whole):
-                break
-            tree.release(self.match.node)
-        self.node: Node = self.match.node
-        ends = [*whole.boundaries(RULE, self.match.length), len(whole)]
-        self.ends = ends if self.match.length < len(whole) else []
+        self.match = begun(tree, whole, space)
+        self.node: Node = self.match.base
+        self.ends = ends_of(tree, whole, self.match)
 
     def step(self, cost: float = 0.0) -> Node:
         end = self.ends.pop(0)
@@ -167,7 +162,7 @@ class Turn:
 def lies(tree: Tree, space: str = "n") -> dict[tuple[int, bool], str]:
     """Where the rows of each node of a namespace lie."""
     root = tree.root(space)
-    return {(n.end, n.terminal): n.rows.tier for n in root.below() if n is not root}
+    return {(n.end, is_whole(n)): n.rows.tier for n in root.below() if n is not root}
 
 
 # -- the machine -------------------------------------------------------------------------------
@@ -189,7 +184,8 @@ class TierMachine(RuleBasedStateMachine):
         has_fixed=st.booleans(),
     )
     def begin(self, budget: int, host: int, quota: Any, ttl: Any, stored: bool, has_fixed: bool):  # type: ignore[no-untyped-def]
-        self.run, prompt.RUN = prompt.RUN, SHORT_RUN
+        self.stretches = short_stretches()
+        self.stretches.__enter__()
         self.clock = Clock()
         self.shelf = Shelf("", self.clock) if stored else None
         self.tree = Tree(
@@ -213,8 +209,8 @@ class TierMachine(RuleBasedStateMachine):
         self.born: dict[Any, float] = {}
 
     def teardown(self) -> None:
-        if hasattr(self, "run"):
-            prompt.RUN = self.run
+        if hasattr(self, "stretches"):
+            self.stretches.__exit__(None, None, None)
 
     def _begin(self, whole: Prompt, space: str) -> Turn:
         self.tree.root(space, self.tenant[space])
@@ -223,7 +219,7 @@ class TierMachine(RuleBasedStateMachine):
         expect_values(turn.node, whole, self.tree.has_fixed)
         tokens = path(whole)
         for n in turn.node.chain():
-            born = self.born[space, tokens[: n.end], n.terminal]
+            born = self.born[space, tokens[: n.end], is_whole(n)]
             assert self.tree.ttl is None or self.clock.now < born + self.tree.ttl
             for span in n.spans:
                 when = self.forgotten.get((self.tenant[space], span.key), -1)
@@ -240,7 +236,7 @@ class TierMachine(RuleBasedStateMachine):
             if name in self.forgotten:
                 assert self.begun[id(turn)] > self.forgotten[name]
                 self.came_back.add(name)
-        self.born[turn.space, path(turn.whole)[: node.end], node.terminal] = self.clock.now
+        self.born[turn.space, path(turn.whole)[: node.end], is_whole(node)] = self.clock.now
 
     @rule(letters=letters, space=spaces)
     def serve(self, letters: list[str], space: str) -> None:
@@ -796,23 +792,6 @@ def test_what_the_store_has_lost_is_written_again_before_what_stands_on_it() -> 
         assert shelf.has("snapshot", node.digest) and shelf.has("state", node.digest)
 
 
-def test_decoded_state_and_what_stands_on_it_is_not_written() -> None:
-    shelf = Shelf()
-    tree = Tree(HUGE, True, shelf)  # type: ignore[arg-type]
-    whole, tokens = build("12.1212.1"), path(build("12.1212.1"))
-    turn = Turn(tree, whole)
-    turn.step()
-    written = len(shelf.all)
-    kv, fixed = fake_kv(tokens, 3, 5), fake_fixed(tokens, 5)
-    decoded = tree.insert(turn.node, whole, 5, kv, fixed, keep_on_disk=False)
-    behind = tree.insert(decoded, whole, 8, fake_kv(tokens, 5, 8), fake_fixed(tokens, 8))
-    assert len(shelf.all) == written and not decoded.on_disk and not behind.on_disk
-    for node in (behind, decoded):
-        tree.release(node)
-    turn.end()
-    tree.check()
-
-
 def test_the_farthest_tier_is_named_and_evicted_means_gone_everywhere() -> None:
     shelf = Shelf(where="remote")
     tree = Tree(HUGE, True, shelf, host_budget=HUGE)  # type: ignore[arg-type]
@@ -851,7 +830,7 @@ def test_what_cannot_be_read_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
 def test_an_answer_from_the_host_tier_is_the_same(demo_parts: Any, name: str) -> None:
     model, processor = demo_parts[name]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         tree = vlm.runtime.tree
         tree.host_budget = HUGE
         messages = [{"role": "user", "content": "Say something about shapes. " * 5}]

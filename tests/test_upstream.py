@@ -151,7 +151,7 @@ def test_all_that_can_be_done_without_is_done_without(
     tokens = len(demo.render(typed))
     monkeypatch.setattr(attention, "begin", lambda: None)
     miss(WITHOUT, monkeypatch)
-    with ks.wrap(demo.model, demo.processor, grain=16) as vlm:
+    with ks.wrap(demo.model, demo.processor) as vlm:
         assert torch.equal(vlm.encode(picture(1)).tensors["features"], features)
         assert vlm.chat(messages, max_new_tokens=6).tokens == wanted
         assert len(vlm.render(typed)) > tokens  # it is spelled out
@@ -170,7 +170,7 @@ def test_objects_need_what_makes_them_plain(demo: Any, monkeypatch: pytest.Monke
 def test_what_an_answer_needs_is_missed_by_name(
     row: PrivateApi, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+    with ks.wrap(*demo_parts["demo"]) as vlm:
         with monkeypatch.context() as patch:
             miss([row], patch)
             with pytest.raises(UpstreamChanged, match=row.name):

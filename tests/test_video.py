@@ -129,7 +129,7 @@ def assert_exact(vlm: Any, script: Script) -> Any:
     stock = None if both else ask(vlm.model, script)
     for wanted, found in zip(stock.logits, warm.logits, strict=True) if stock else ():
         assert float((wanted - found).abs().max()) < 1e-4 * float(wanted.abs().max())
-    with ks.wrap(vlm.model, None, grain=16) as fresh:
+    with ks.wrap(vlm.model, None) as fresh:
         assert torch.equal(ask(fresh, script).logits[0], warm.logits[0])
     return warm
 
@@ -141,7 +141,7 @@ def test_videos_are_remembered(kind: str) -> None:
     another = turn.go_on().video(2, t=2).text(4)
     mixed = turn.go_on().medium(3, IMAGE, 1).text(5).video(1).text(6)
     swapped = Script(kind).text(1).video(2).text(2)
-    with ks.wrap(first.model, None, grain=16) as vlm:
+    with ks.wrap(first.model, None) as vlm:
         assert_exact(vlm, first)
         out = assert_exact(vlm, turn)
         assert out.usage.cached_tokens > 0 and out.usage.images_encoded == 0
@@ -161,7 +161,7 @@ def test_stock_cannot_take_an_image_beside_a_video(kind: str) -> None:
     with pytest.raises(ValueError, match="do not match"):
         ask(mixed.model, mixed)
     alone = Script(kind).text(1).video(1).text(2)
-    with ks.wrap(mixed.model, None, grain=16) as vlm:
+    with ks.wrap(mixed.model, None) as vlm:
         assert_exact(vlm, alone)
         out = assert_exact(vlm, mixed)
         assert out.usage.cached_tokens > 0 and out.usage.images_encoded == 1
@@ -171,7 +171,7 @@ def test_the_speed_of_a_video_is_part_of_its_name() -> None:
     """Qwen2.5-VL lays positions out by seconds: same frames, same ids, other positions."""
     slow = Script("qwen2_5_vl").text(1).video(1, seconds=4.0).text(2)
     quick = Script("qwen2_5_vl").text(1).video(1, seconds=0.5).text(2)
-    with ks.wrap(slow.model, None, grain=16) as vlm:
+    with ks.wrap(slow.model, None) as vlm:
         one, other = assert_exact(vlm, slow), assert_exact(vlm, quick)
         assert other.usage.cached_tokens == 0
         assert not torch.equal(one.logits[0], other.logits[0])
@@ -179,7 +179,7 @@ def test_the_speed_of_a_video_is_part_of_its_name() -> None:
 
 def test_bad_videos_are_refused_by_name() -> None:
     script = Script("qwen3_vl").text(1).video(1).text(2)
-    with ks.wrap(script.model, None, grain=16) as vlm:
+    with ks.wrap(script.model, None) as vlm:
         for change, error in (
             ({"video_grid_thw": torch.tensor([[9, 4, 4]])}, PlaceholderMismatch),
             ({"video_grid_thw": None}, InputError),
@@ -215,7 +215,7 @@ def test_a_package_with_another_grid_is_another_prompt() -> None:
     """Same rows, same claims, another shape or speed: it must not find what the true one left."""
     model, processor = build("qwen3_vl")
     question = "Please look at this picture very carefully and tell what it is."
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         pack = vlm.encode(picture(3, 160, 96))
         (t, h, w) = pack.grid["image_grid_thw"][0]
         turned = dataclasses.replace(pack, grid={"image_grid_thw": [[t, w, h]]})
@@ -228,7 +228,7 @@ def test_a_package_with_another_grid_is_another_prompt() -> None:
 
 def test_a_package_of_another_modality_is_refused_by_name() -> None:
     model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         pack = dataclasses.replace(vlm.encode(picture(1)), modality="smell")
         with pytest.raises(ImageError, match="smell"):
             vlm.ask(pack, "What is it?")

@@ -76,7 +76,7 @@ def test_a_film_that_grows_or_slides_encodes_its_new_steps(
     kind: str, passes: list[list[int]]
 ) -> None:
     first = film(kind, [1, 2, 3])
-    with ks.wrap(first.model, None, grain=16) as vlm:
+    with ks.wrap(first.model, None) as vlm:
         for steps, new in (([1, 2, 3], 3), ([1, 2, 3, 4, 5], 2), ([2, 3, 4], 0), ([5, 6, 6], 1)):
             passes.clear()
             ask(vlm, film(kind, steps))

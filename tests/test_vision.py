@@ -20,7 +20,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import keepsight as ks
-vlm = ks.load("demo", grain=16, dtype="float32", cache_budget="1MiB", vision_budget="4MiB",
+vlm = ks.load("demo", dtype="float32", cache_budget="1MiB", vision_budget="4MiB",
               image_options={"size": {"shortest_edge": 65536, "longest_edge": 65536}})
 def peak():  # ru_maxrss would be that of the parent, where this one is larger
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
@@ -55,21 +55,21 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
     """From a store only our own making is taken, unless the caller says otherwise."""
     model, processor = demo_parts["demo"]
     messages = [turn("Please look at this picture and then describe it to me.", picture(1))]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         package = vlm.encode(picture(1))
     foreign = dataclasses.replace(package, provenance=dict(package.provenance, maker="onnx"))
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         store = vlm.runtime.store
         store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
         store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
         vlm.flush()
-    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         reply = vlm.chat(messages, max_new_tokens=1)
         assert reply.usage.images_encoded == 1
         image = next(s for s in reply.report.segments if s.kind == "image")
         assert image.features == "tower"
     other = tmp_path / "other"
-    with ks.wrap(model, processor, grain=16, store=other, accept_features="any") as vlm:
+    with ks.wrap(model, processor, store=other, accept_features="any") as vlm:
         store = vlm.runtime.store
         store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
         store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
@@ -82,7 +82,7 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
 def test_several_threads_take_turns(demo_parts: Any) -> None:
     model, processor = demo_parts["demo-hybrid"]
     prompts = [[turn("Describe the picture.", picture(i))] for i in range(4)]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         alone = [vlm.chat(p, max_new_tokens=8).tokens for p in prompts]
         vlm.clear()
         found: dict[int, list[int]] = {}
@@ -108,7 +108,7 @@ def test_several_threads_take_turns(demo_parts: Any) -> None:
 @pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
 def test_packages_survive_files_bit_for_bit(demo_parts: Any, tmp_path: Path, name: str) -> None:
     model, processor = demo_parts[name]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         package = vlm.encode(picture(1))
         loaded = ks.Package.load(package.save(tmp_path / "one.sight"))
         assert loaded.feature_id == package.feature_id and loaded.tensors.keys() == (

@@ -31,7 +31,7 @@ def parts_of(kind: str, path: Path, dtype: str = "float32") -> tuple[Any, Any]:
     _, processor = build(kind)
     whole = loading.load_named(folder, dtype, None, None)[0]
     part = without_tower.load_named(folder, dtype, None, None)[0]
-    return ks.wrap(whole, processor, grain=16), ks.wrap(part, processor, grain=16)
+    return ks.wrap(whole, processor), ks.wrap(part, processor)
 
 
 def same_names(one: Any, other: Any) -> bool:
@@ -121,18 +121,18 @@ def test_names_that_the_store_remembers_need_no_reading(
 ) -> None:
     folder, store = folder_of("qwen3_vl", tmp_path / "model"), tmp_path / "store"
     messages = [turn(TEXT, picture(1))]
-    with ks.load(folder, dtype="float32", grain=16, store=store) as whole:
+    with ks.load(folder, dtype="float32", store=store) as whole:
         expected, names = logits(whole, messages), whole.runtime.weights.record()
 
     def read(self: Any) -> Any:
         raise UnreadableWeights("the tower was read")
 
     monkeypatch.setattr(without_tower.TowerFiles, "_read", read)
-    with ks.load(folder, dtype="float32", grain=16, store=store, vision=False) as part:
+    with ks.load(folder, dtype="float32", store=store, vision=False) as part:
         assert part.runtime.weights.record() == names
         assert torch.equal(logits(part, messages), expected)
     with pytest.raises(UnreadableWeights, match="was read"):
-        ks.load(folder, dtype="float32", grain=16, vision=False)
+        ks.load(folder, dtype="float32", vision=False)
 
 
 def test_another_tower_has_another_name(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
     part = ks.wrap(
         without_tower.load_named(str(folder), "float32", None, None)[0], processor, grain=16
     )
-    assert same_names(ks.wrap(model, processor, grain=16), part)
+    assert same_names(ks.wrap(model, processor), part)
 
 
 def test_changes_of_the_language_model_are_noticed(tmp_path: Path) -> None:

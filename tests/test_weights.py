@@ -27,7 +27,7 @@ def vlm() -> Iterator[Any]:
     """A model of its own, since these tests change its weights."""
     build.cache_clear()
     model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         yield vlm
     build.cache_clear()
 
@@ -146,13 +146,13 @@ def test_loading_from_a_folder_agrees_with_wrapping(tmp_path: Path) -> None:
     model, processor = build("qwen3_vl")
     folder = folder_of("qwen3_vl", tmp_path / "model")
     store = tmp_path / "store"
-    with ks.wrap(model, processor, grain=16) as one:
+    with ks.wrap(model, processor) as one:
         wrapped = one.runtime.weights
-        with ks.load(folder, dtype="float32", grain=16, store=store) as two:
+        with ks.load(folder, dtype="float32", store=store) as two:
             assert two.runtime.weights.all == wrapped.all
             assert two.runtime.weights.vision == wrapped.vision
         # The second time the fingerprints come from the store, and are the same.
-        with ks.load(folder, dtype="float32", grain=16, store=store) as three:
+        with ks.load(folder, dtype="float32", store=store) as three:
             assert three.runtime.weights.all == wrapped.all
             assert torch.equal(logits(three, MESSAGES), logits(one, MESSAGES))
     with pytest.raises(ModelError, match="cannot be loaded"):

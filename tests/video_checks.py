@@ -123,7 +123,7 @@ def check(kind: str) -> None:
     more = (b,) if kind.startswith("glm") else (picture(5), b)  # stock GLM cannot take both
     second = [*first, turn("Nothing.", role="assistant"), turn("And here?", *more)]
     other_speed = [turn("What happens in this video?", {**a, "fps": 4.0})]
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in (first, second, other_speed):
             inputs = stock_inputs(processor, messages)
             assert vlm.render(messages).ids.tolist() == inputs["input_ids"][0].tolist(), kind
@@ -180,7 +180,7 @@ def check_file() -> None:
         for one in frames(1):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
         container.mux(stream.encode())
-    with ks.wrap(model, processor, grain=16) as vlm:
+    with ks.wrap(model, processor) as vlm:
         messages = [turn("What is it?", {"frames": frames(1), "fps": 5.0})]
         messages[0]["content"][0]["video"] = data.getvalue()
         reply = vlm.chat(messages, max_new_tokens=2)

@@ -169,7 +169,7 @@ class Limit:
 
     def __init__(self, vlm: VLM) -> None:
         # A separate memory: naming a picture here must not save Keepsight the work.
-        self._vlm = keepsight.wrap(vlm.model, vlm.processor, grain=vlm.runtime.settings.grain)
+        self._vlm = keepsight.wrap(vlm.model, vlm.processor)
         self._model: PreTrainedModel = vlm.model
         self._family = self._vlm.runtime.family
         ends = vlm.model.generation_config.eos_token_id

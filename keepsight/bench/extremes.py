@@ -130,7 +130,7 @@ def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> Record:
 
 def _again(vlm: VLM, folder: str | Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
-    return keepsight.wrap(vlm.model, vlm.processor, grain=vlm.runtime.settings.grain, store=folder)
+    return keepsight.wrap(vlm.model, vlm.processor, store=folder)
 
 
 def _one_restart(vlm: VLM, folder: Path, messages: list[Message], drop: bool) -> dict[str, float]:

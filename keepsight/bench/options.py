@@ -82,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--turns", type=_positive, help="turns, steps or requests of each workload")
     parser.add_argument("--repetitions", type=_positive, help="of each workload")
-    parser.add_argument("--grain", type=_positive, help="tokens between two snapshots, at least")
     parser.add_argument(
         "--device", "--device-map", default=None, help="where it goes, such as cuda"
     )

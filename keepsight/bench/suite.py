@@ -94,7 +94,7 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
     """Run everything requested on one checkpoint."""
     path = options.model or checkpoint(shape, options.size, options.folder)
     scale = _scale(options)
-    load = {"dtype": dtype, "device_map": options.device, "grain": options.grain}
+    load = {"dtype": dtype, "device_map": options.device}
     with keepsight.load(path, **load) as vlm, TemporaryDirectory() as folder, quiet_heap():
         pictures = Pictures(Path(folder))
         bench = Bench(vlm)
@@ -106,7 +106,7 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
             "size": options.size,
             "dtype": dtype,
             "parameters": vlm.model.num_parameters(),
-            "grain": 0 if vlm.runtime.rule.any_cut else vlm.runtime.rule.grain,
+            "exactness": "bits" if vlm.runtime.rule.kernels else "rounding",
             "workloads": found,
         }
         if "cold" in names:

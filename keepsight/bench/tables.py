@@ -59,7 +59,7 @@ def machine(result: Record) -> str:
 def title(run: Record) -> str:
     """The model of a run."""
     size = f"{run['parameters'] / 1e6:.0f} M parameters" if run["parameters"] else "an export"
-    return f"{run['shape']}, {size}, {run['dtype']}, grain {run['grain']}"
+    return f"{run['shape']}, {size}, {run['dtype']}"
 
 
 def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:

@@ -21,7 +21,6 @@ from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
     DeviceMap,
     Dtype,
-    Grain,
     Images,
     Json,
     MaxPixels,
@@ -133,7 +132,6 @@ def ask(
     store: Store = None,
     remote: Remote = None,
     tenant: Tenant = None,
-    grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     as_json: Json = False,
@@ -148,7 +146,7 @@ def ask(
     out = console()
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
-    with load(model, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
+    with load(model, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.typed_pictures import pictures_at  # start-up time
         from keepsight.core.rendering.render import user_message
 
@@ -209,7 +207,6 @@ def chat(
     store: Store = None,
     remote: Remote = None,
     tenant: Tenant = None,
-    grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     as_json: Json = False,
@@ -223,7 +220,7 @@ def chat(
     history = expanded(folder) / "chat-history" if folder else None
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
-    with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
+    with load(name, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.chat import Shell  # start-up time: import while the line moves
 
         out = console(stderr=as_json)  # JSON is alone on standard output
@@ -284,7 +281,6 @@ def verify(
     runtime: Runtime = None,
     weights: Weights = None,
     store: Store = None,
-    grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     as_json: Json = False,
@@ -305,7 +301,7 @@ def verify(
     question = prompt or "Describe the picture."
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
-    with load(name, dtype, device_map, store, grain, pixels, **how) as vlm:
+    with load(name, dtype, device_map, store, pixels, **how) as vlm:
         found = certify(vlm.runtime, images, question)
     if as_json:
         json_line(found.to_dict())

@@ -113,7 +113,6 @@ Remote = Annotated[
 Tenant = Annotated[
     str | None, typer.Option(help="Whose memory to use; tenants of a store share nothing.")
 ]
-Grain = Annotated[int | None, typer.Option(min=1, help="Fewest tokens between two snapshots.")]
 MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge images with fewer pixels.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink images with more pixels.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
@@ -209,7 +208,6 @@ def load(
     dtype: str = "auto",
     device_map: str | None = None,
     store: str | None = None,
-    grain: int | None = None,
     pixels: tuple[int | None, int | None] = (None, None),
     remote: str | None = None,
     tenant: str | None = None,
@@ -227,8 +225,6 @@ def load(
         logging.disable_progress_bar()
         if any(pixels):
             options["image_options"] = {"size": pixel_limits(model, *pixels)}
-        if grain is not None:
-            options["grain"] = grain
         options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
         if options.get("runtime") or options.get("weights"):
             options["tell"] = lambda line: typer.echo(line, err=True)

@@ -12,14 +12,13 @@ from keepsight.core.settings import tenant_name
 from keepsight.errors import UnknownOption
 from keepsight.kinds import Answering, Asking, Options
 
-CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
+CHAT_OPTIONS = ("tenant", "tools", "template_kwargs")
 
 
 @dataclass
 class Call:
     """One call that renders messages."""
 
-    exact: bool
     tenant: str
     template: Options
     decoding: Options
@@ -37,12 +36,11 @@ class Call:
         UnknownOption.refuse(options, known, where, own)
         options = dict(options)
         asked = options.pop("tenant", None)
-        exact = options.pop("exact", True)
         template = dict(options.pop("template_kwargs", None) or {})
         if (tools := options.pop("tools", None)) is not None:
             template["tools"] = tools
         whose = tenant if asked is None else tenant_name(asked)
-        return cls(bool(exact), whose, template, options)
+        return cls(whose, template, options)
 
     @classmethod
     def before_decoding(cls, options: Options, tenant: str, where: str) -> Call:

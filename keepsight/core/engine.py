@@ -1,102 +1,750 @@
-"""The only caller of the language model: lanes, prefill from boundary to boundary, decode steps.
+"""All answers of one model: the loop that every call goes through.
 
-A prompt is always prefilled in the chunks that its boundaries give, remembered or not. So the same
-shapes run either way, and a warm answer equals a cold one bit for bit. Two prompts never share a
-prefill pass. State that a model object keeps between calls is not used: positions are passed
-explicitly each time.
+`answer` adds a sequence and steps until its tokens have come; whoever waits may step, for all.
+`step` is one pass: pieces of waiting prompts beside one token of every running answer. Nothing else
+runs the language model.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from keepsight.core.decoding.drafts import DraftCounts, Drafts, EarlierAnswers, PassCosts, words_of
+from keepsight.core.decoding.drafts import DraftCounts, EarlierAnswers, Guesses, PassCosts
+from keepsight.core.decoding.forward import Decoder, Segment, ordinary_ids
 from keepsight.core.decoding.lanes import Lanes, restore, shared
 from keepsight.core.decoding.placement import Placement
 from keepsight.core.decoding.positions import place
-from keepsight.core.decoding.recorded_steps import decode
+from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler, check_length, sampler
 from keepsight.core.decoding.state import Lane, Shape, Tensors, pattern
-from keepsight.core.kernels.grouped import grouped_queries
-from keepsight.core.kernels.passes import Kernels, running
-from keepsight.errors import KeepsightError
+from keepsight.core.explain import Findings
+from keepsight.core.kernels.passes import Kernels
+from keepsight.core.sequence import Sequence
+from keepsight.errors import KeepsightError, ModelKeepsChanging
 from keepsight.formats.package import Package
-from keepsight.kinds import Inputs, Record
-from keepsight.models.families import Family
+from keepsight.kinds import Record
+from keepsight.models.families.pixels import Part
 from keepsight.models.no_gradients import quietly
-from keepsight.models.renamed import with_cache
-from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.match import Match
-from keepsight.prefix.node import LOGITS, Node, Received
-from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.node import LOGITS, Received
+from keepsight.prefix.prompt import PASS, Prompt
+from keepsight.report import Piece
 from keepsight.system.devices import StreamOrder
-from keepsight.system.interrupts import LATER
 
+if TYPE_CHECKING:
+    from keepsight.core.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+PIECE = 512  # prompt tokens of a pass beside running answers
+MAX_RUNNING = 16  # sequences that are computed at a time
+MAX_RESTARTS = 8  # of one prompt, because the model changed
 MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
+_PLANNED = 4096  # tokens of an answer for which memory is planned; it may get longer
 
-
-@dataclass(eq=False)
-class Run:
-    """One prompt on one lane. `node` is the deepest snapshot so far; it is held."""
-
-    prompt: Prompt
-    positions: torch.Tensor
-    lane: Lane
-    node: Node
-    next_positions: torch.Tensor  # position of the token after the prompt, as forward takes it
-    logits: torch.Tensor | None = None
-    computed: int = 0
-    since: int = 0  # when the prompt was matched
-    open: bool = True
-    left: bool = False  # its lane was given to others; it goes on in a batch or not at all
-    kernels: Kernels | None = None  # the kernels that make any cut exact
-    changed: bool = False  # another thread changed the model meanwhile: remember nothing
-    drafts: Drafts | None = None  # guesses tokens if passes over several are exact
-
-    def settle(self) -> None:
-        """Remove guesses that were not chosen from the lane."""
-        if self.drafts is not None:
-            self.drafts.settle()
-
-    def last_logits(self) -> torch.Tensor:
-        """The logits after the prompt."""
-        if self.logits is None:
-            raise KeepsightError("a prompt that is not prefilled to its end has no logits")
-        return self.logits
+Chosen = list[tuple[Sequence, Segment]]
 
 
 class Engine:
-    """Runs one model. Callers take turns and hold the lock themselves."""
+    """Runs one model. `step` is called with the model's lock."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        family: Family,
-        prefixes: PrefixCache,
-        shape: Shape,
-        budget: int,
-    ) -> None:
-        self._model, self._family, self._prefixes = model, family, prefixes
-        self._core: PreTrainedModel = model.base_model
-        self.lanes = Lanes(model, shape, budget)
-        self.shape = shape
-        self.prefill_tokens = 0
-        self.decode_steps = 0
-        self.answers, self.costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
-        self.guessing = True
-        self.kernels: Kernels | None = None  # the current kernels that make any cut exact
+    def __init__(self, memory: Runtime, shape: Shape, budget: int, guessing: bool) -> None:
+        self._memory, self._model, self._family = memory, memory.model, memory.family
+        self._tree, self._budget, self.guessing = memory.prefixes, budget, guessing
+        self.shape, self.decoder = shape, Decoder(memory.model, memory.family, shape)
+        self.lanes = Lanes(memory.model, shape, budget)
+        self.answers, self._costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
+        self.came: deque[Sequence] = deque()  # added by any thread
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._listened: list[Sequence] = []  # those with a listener that has not heard their end
+        self._telling = False
+        self.piece, self.max_running = PIECE, MAX_RUNNING
+        self.longest_pass = PASS
+        self.prefill_tokens = self.decode_steps = self.towers = 0
+        self._number = self._round = 0
         self._patterns: dict[str, Record] = {}  # by namespace
         self._placement: Placement | None = None
         self._order = StreamOrder()
 
+    # -- for callers, in any thread ----------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Add a sequence; the next step looks at it."""
+        self.came.append(seq)
+
+    def answer(self, seq: Sequence) -> Iterator[Piece]:
+        """The pieces of an answer as they come; the last one carries usage and report."""
+        self.add(seq)
+        try:
+            while True:
+                while seq.pieces:
+                    yield seq.pieces.popleft()
+                if seq.ended:
+                    return seq.raise_error()
+                with self._memory.lock:
+                    if not seq.pieces and not seq.ended:
+                        self.step()
+        finally:
+            self.leave(seq)
+
+    def run(self, several: Several[Sequence]) -> None:
+        """Compute sequences to their ends, together; an error of one is raised at the end."""
+        for seq in several:
+            self.add(seq)
+        try:
+            while not all(seq.ended for seq in several):
+                with self._memory.lock:
+                    self.step()
+        finally:
+            for seq in several:
+                self.leave(seq)
+        for seq in several:
+            seq.raise_error()
+
+    def leave(self, seq: Sequence) -> None:
+        """Nobody waits for this sequence any more. Never waits itself: the garbage collector may
+        come here at any moment."""
+        if not seq.ended:
+            seq.cancelled = True
+            self._memory.lock.leave(self._sweep)
+
+    def serve(self, running: int, piece: int, tokens: int | None) -> None:
+        """Set the bounds for sequences that are computed together."""
+        self.max_running, self.piece = running, piece
+        if tokens is not None:
+            column, state = self.bytes_per_token
+            self._budget = tokens * column + running * state
+
+    def count(self) -> tuple[int, int]:
+        """How many sequences read their prompts, and how many decode."""
+        running = list(self.running)
+        reading = sum(seq.reading for seq in running)
+        return reading, len(running) - reading
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.came or self.waiting or self.running or self._listened)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One pass; whether there is more to do. Under the lock an interrupt waits for its end."""
+        self._sweep()
+        self._begin_waiting()
+        if chosen := self._choose():
+            self._pass(chosen)
+        self._tell()
+        return self.busy
+
+    def _pass(self, chosen: Chosen) -> None:
+        begun, before = time.perf_counter(), self.decoder.passes
+        decoding = sum(not seq.reading for seq, _ in chosen)
+        try:
+            found = self.decoder.forward([one for _, one in chosen], self._kernels)
+        except Exception as error:  # a foreign model may raise anything
+            self._failed(chosen, error)
+            return
+        seconds = time.perf_counter() - begun
+        self.decode_steps += min(decoding, self.decoder.passes - before)
+        for (seq, segment), logits in zip(chosen, found, strict=True):
+            with self._guarded(seq):
+                self._advance(seq, segment, logits, seconds)
+
+    def _advance(
+        self, seq: Sequence, segment: Segment, logits: torch.Tensor | None, seconds: float
+    ) -> None:
+        """Take what a pass computed for one sequence."""
+        count = len(segment.ids)
+        seq.computed, seq.alone = seq.computed + count, False
+        if seq.reading:
+            seq.milliseconds["prefill"] = seq.milliseconds.get("prefill", 0.0) + 1e3 * seconds
+            self.prefill_tokens += count
+            self._read(seq, logits, 1e3 * seconds, whole=count == len(seq.read))
+            return
+        seq.milliseconds["decode"] = seq.milliseconds.get("decode", 0.0) + 1e3 * seconds
+        if logits is None:
+            raise KeepsightError("a decoded token came back without logits")
+        guessed, right = segment.ids[1:].tolist(), 0
+        for row in range(count):
+            token = self._take(seq, logits[row : row + 1])
+            if seq.ended or row == len(guessed) or token != guessed[row]:
+                break
+            right += 1
+        if seq.guesses is not None:
+            seq.guesses.checked(len(guessed), right, seconds)
+        if not seq.ended and right < len(guessed) and seq.lane is not None:
+            seq.lane.rewind(seq.lane.length - (len(guessed) - right))
+
+    def _read(self, seq: Sequence, logits: torch.Tensor | None, cost: float, whole: bool) -> None:
+        """Remember what was read of a prompt, and choose the first token at its end."""
+        read = seq.done == len(seq.read)
+        seq.packages = {
+            m: seq.packages[m] for m in seq.packages if seq.prompt.ranges[m][-1][1] > seq.done
+        }
+        if seq.again is not None:
+            seq.again = None if read else seq.again
+            return None
+        # What a lone sequence read in one pass is of one model, if not of one that is still there.
+        seq.changed = self._out_of_date(seq)
+        if seq.changed and not (whole and len(self.running) == 1):
+            return self._restart(seq)
+        if not seq.changed:
+            self._remember(seq, logits, cost)
+        if read:
+            if logits is None:
+                raise KeepsightError("the end of a prompt came back without logits")
+            self._begin_decoding(seq, logits)
+        return None
+
+    def _begin_decoding(self, seq: Sequence, logits: torch.Tensor) -> None:
+        seq.logits = logits
+        if seq.sampler is None:
+            self._finish(seq)
+            return
+        if seq.tokenizer is not None:
+            seq.detokenizer = Detokenizer.of(seq.sampler.sampler, seq.tokenizer)
+        # What was guessed wrong is taken back, which layers of fixed size do not allow.
+        exact = bool(seq.rule.kernels) and not self.shape.has_states
+        if self.guessing and exact and not self._family.step_inputs(1, len(seq.prompt) + 1):
+            earlier = self.answers.of(seq.tenant)
+            of = (seq.prompt, earlier, self._costs, seq.room, seq.tally)
+            seq.guesses = Guesses(*of)
+        self._take(seq, logits)
+
+    def _take(self, seq: Sequence, logits: torch.Tensor) -> int:
+        """Choose a token and hand out its text."""
+        if seq.sampler is None:
+            raise KeepsightError("this sequence was begun without sampling")
+        token = seq.sampler.take(logits)
+        seq.generated.append(token)
+        if "first_token" not in seq.milliseconds:
+            seq.milliseconds["first_token"] = 1e3 * (time.perf_counter() - seq.asked)
+        text, over = "", seq.sampler.over
+        if seq.detokenizer is not None:
+            text = seq.detokenizer.push(token)
+            over |= seq.detokenizer.stopped  # Transformers' criterion misses some in a token
+        seq.pieces.append(Piece(text, token))
+        if over:
+            self._finish(seq)
+        return token
+
+    # -- which segments ----------------------------------------------------------------------------
+
+    def _choose(self) -> Chosen:
+        """One token of every running answer, and pieces of prompts. Accounts take turns: none gets
+        more than another by asking more at once."""
+        able = self._in_turn([seq for seq in self.running if not seq.ended])
+        decoding = [seq for seq in able if not seq.reading]
+        chosen: Chosen = []
+        for seq in decoding:
+            guess = []
+            if seq.guesses is not None and len(decoding) == len(able) == 1:
+                guess = seq.guesses.next(seq.generated)
+            with self._guarded(seq):
+                chosen.append((seq, self._tokens(seq, guess)))
+        room = self.piece if decoding else self.longest_pass
+        towers, begun = self.towers, list[Sequence]()
+        for seq in sorted(able, key=_rank):
+            if not seq.reading or room <= 0 or self.towers > towers:
+                continue
+            with self._guarded(seq):
+                segment = self._next_piece(seq, room, begun)
+                if segment is not None:
+                    chosen.append((seq, segment))
+                    room -= len(segment.ids)
+        return self._in_one_pass(chosen)
+
+    def _in_one_pass(self, chosen: Chosen) -> Chosen:
+        """Those that can share a pass; what must run alone does so in this step if it is the first
+        piece of a prompt, and one token each otherwise."""
+        alone = [(seq, one) for seq, one in chosen if seq.alone]
+        if alone:
+            return alone[:1]
+        reading = [(seq, one) for seq, one in chosen if seq.reading]
+        if len(chosen) > 1 and not self.decoder.together([s for _, s in chosen], self._kernels):
+            chosen = [(seq, one) for seq, one in chosen if not seq.reading] + reading[:1]
+            reading = reading[:1]
+        for seq in [*self.waiting, *self.running]:
+            if reading and seq.reading and seq not in [read for read, _ in reading]:
+                seq.passed += sum(len(one.ids) for _, one in reading)
+        for seq, _ in reading:
+            seq.passed = 0
+        return chosen
+
+    def _in_turn(self, running: list[Sequence]) -> list[Sequence]:
+        """Equally many of each account, those first that had their turn longest ago."""
+        counts = Counter(seq.account for seq in running)
+        least = min(counts.values(), default=0)
+        if least == max(counts.values(), default=0):
+            return running
+        seen, chosen = Counter[str](), set[int]()
+        self._round += 1
+        for seq in sorted(running, key=lambda one: one.served):
+            seen[seq.account] += 1
+            if seen[seq.account] <= least:
+                chosen.add(seq.number)
+                seq.served = self._round
+        return [seq for seq in running if seq.number in chosen]
+
+    def _tokens(self, seq: Sequence, guess: list[int]) -> Segment:
+        """The last chosen token, and guesses behind it."""
+        if seq.lane is None:
+            raise KeepsightError("this sequence has no lane")
+        start = seq.done
+        ids = np.array([*seq.generated[start - len(seq.prompt) :], *guess], dtype=np.int64)
+        positions = seq.positions(start, start + len(ids))
+        return Segment(seq.lane, seq.prompt, ids, positions, len(ids))
+
+    def _next_piece(self, seq: Sequence, room: int, begun: list[Sequence]) -> Segment | None:
+        """The next piece of a prompt; None if it waits in this step, or its tower ran instead."""
+        lane = self._start(seq)
+        start, end = seq.done, len(seq.read)
+        if start == end:  # all of it was remembered, or another read the rest
+            self._all_is_read(seq)
+            return None
+        # Where two go on alike, the second takes over what the first computes.
+        if any(_goes_on_as(seq, other) for other in begun):
+            return None
+        begun.append(seq)
+        stop = min(end, seq.prompt.move(min(start + room, end), seq.rule))
+        if seq.rule.states and not self._captures:  # states are captured at the end of a pass only
+            stop = min([stop, *(cut for cut in seq.ends if cut > start)])
+        parts = self._parts(seq, start, stop)
+        if parts is None:
+            return None
+        ends = [cut for cut in seq.ends if start < cut < stop]
+        lane.watch(ends if self._captures else ())
+        if start < len(seq.prompt):
+            stop = min(stop, len(seq.prompt))
+        some = (seq.ids(start, stop), seq.positions(start, stop))
+        return Segment(lane, seq.prompt, *some, int(stop == len(seq.prompt)), parts)
+
+    @property
+    def _kernels(self) -> Kernels | None:
+        return self._memory.finding.kernels
+
+    @property
+    def _captures(self) -> bool:
+        """Whether layers of fixed size give their states in the middle of a pass."""
+        kernels = self._kernels
+        return kernels is not None and not kernels.in_graphs
+
+    def _parts(self, seq: Sequence, start: int, stop: int) -> list[Part] | None:
+        """The features in a stretch. If the tower has to run, it runs for one medium, and the
+        others get their tokens first: None."""
+        spans = seq.prompt.clip(start, stop)
+        for medium in sorted({span.medium for span in spans} - seq.packages.keys()):
+            seq.packages[medium] = self._fetch(seq, medium)
+            if seq.sources[medium] == "tower":
+                self.towers += 1
+                if len(self.running) > 1:
+                    return None
+        return [
+            (seq.packages[span.medium], span.row, span.row + span.end - span.start)
+            for span in spans
+        ]
+
+    def _fetch(self, seq: Sequence, medium: int) -> Package:
+        vision, shown = seq.vision, seq.prompt.media[medium]
+        if vision is None or seq.node is None:
+            raise KeepsightError("this sequence has not begun")
+        if medium not in seq.sources and vision.made_elsewhere(shown):
+            seq.others.add(medium)  # before our own package is stored
+        node = seq.node
+
+        def may_keep() -> bool:
+            """Not of a deleted picture, nor of a changed model."""
+            barred = self._tree.is_barred(node, shown.key, seq.since)
+            return not barred and not self._out_of_date(seq)
+
+        with seq.stage("encode"):
+            package, where = vision.package(shown, may_keep, seq.prompt.shown(seq.done))
+        if medium not in seq.sources and (note := vision.note(medium, package, where)):
+            seq.notes[medium] = note
+        seq.sources.setdefault(medium, where)
+        return package
+
+    # -- beginning and ending ----------------------------------------------------------------------
+
+    def _begin_waiting(self) -> None:
+        """Begin sequences while there is room, accounts with the fewest running ones first. If all
+        running ones belong to one account, one more of another may run."""
+        while self.waiting:
+            counts = Counter(seq.account for seq in self.running)
+            seq = min(self.waiting, key=lambda one: (counts[one.account], *_rank(one)))
+            beside = len(counts) == 1 and seq.account not in counts
+            full = len(self.running) >= self.max_running + beside
+            if full or (self.running and self._planned(seq) > self._budget):
+                return
+            self.waiting.remove(seq)
+            self.running.append(seq)
+            with self._guarded(seq):
+                self._begin(seq)
+
+    def _planned(self, new: Sequence) -> int:
+        """Bytes of the lanes of all running sequences and a new one."""
+        column, state = self.bytes_per_token
+        longest = [len(one.prompt) + min(one.room, _PLANNED) for one in [*self.running, new]]
+        return sum(longest) * column + len(longest) * state
+
+    def _begin(self, seq: Sequence) -> None:
+        """Check the model, find what is remembered, and hold it."""
+        memory = self._memory
+        memory.require_answers()
+        with seq.stage("check"):
+            seq.namespace = memory.refresh(seq.tenant)
+        seq.changes, seq.rule = memory.weights.changes, memory.rule
+        seq.vision = memory.vision_of(seq.tenant)
+        with seq.stage("render"):
+            before = seq.prompt.ids
+            if seq.current is not None:
+                seq.prompt = seq.current()
+            seq.prompt = self._under_present_names(seq)
+        check_length(self._model, len(seq.prompt))
+        if seq.sampler is None or (seq.prompt.ids is not before and not seq.generated):
+            self.choose(seq)
+        with seq.stage("match"):
+            self._find(seq)
+        seq.milliseconds["match"] -= seq.milliseconds.get("load", 0.0)
+        seq.vision.require(seq.prompt.shown(seq.match.length))  # before computing anything
+        if seq.match.whole:
+            self._start(seq)
+            self._all_is_read(seq)
+
+    def choose(self, seq: Sequence) -> None:
+        """How its tokens are chosen; unknown and impossible options are refused."""
+        if seq.options is not None:
+            ids = torch.from_numpy(seq.prompt.ids)[None].to(self._model.device)
+            tokenizer = getattr(self._memory.processor, "tokenizer", None)
+            more = (seq.options, seq.default_tokens)
+            seq.sampler = SequenceSampler(sampler(self._model, tokenizer, ids, *more), ids)
+
+    def _under_present_names(self, seq: Sequence) -> Prompt:
+        """The prompt with its media named under the present weights."""
+        if seq.vision is None or not seq.prompt.media:
+            return seq.prompt
+        media = tuple(map(seq.vision.again, seq.prompt.media))
+        if [m.feature_id for m in media] == [m.feature_id for m in seq.prompt.media]:
+            return seq.prompt
+        return dataclasses.replace(seq.prompt, media=media)
+
+    def look(self, seq: Sequence) -> None:
+        """What `begin` would find; nothing is held, loaded or made fresher."""
+        memory = self._memory
+        with seq.stage("check"):
+            seq.namespace = memory.refresh(seq.tenant)
+        seq.rule, seq.vision = memory.rule, memory.vision_of(seq.tenant)
+        with seq.stage("match"):
+            self._look(seq)
+        seq.vision.require(seq.prompt.shown(seq.match.length))
+
+    def _look(self, seq: Sequence) -> None:
+        known = self._tree.known(seq.namespace, seq.read)
+        whole = known.until == len(seq.read)  # then other namespaces do not matter
+        other = None if whole else self._memory.elsewhere(seq.namespace, seq.read)
+        match = self._tree.match(seq.namespace, seq.read, seq.rule)
+        seq.found = Findings(match, known, other)
+        if seq.again is None:
+            seq.told = seq.found
+
+    def _find(self, seq: Sequence) -> None:
+        """The longest remembered prefix, loaded and held."""
+        self._look(seq)
+        if seq.found is None:
+            return
+        if seq.reads_again and seq.match.whole:
+            seq.found.match = seq.match.but_the_last(seq.read, seq.rule)
+        while True:
+            held = seq.match.node
+            self._tree.hold(held)
+            with seq.stage("load"):
+                loaded = self._tree.load(held, seq.read)
+            if loaded and not (seq.match.whole and seq.match.logits is None):
+                break  # else it is damaged on disk and marked so, or has lost its logits
+            self._tree.release(held)
+            again = self._tree.match(seq.namespace, seq.read, seq.rule)
+            seq.found.match = seq.match.but_the_last(seq.read, seq.rule) if loaded else again
+        seq.node, seq.since = held, seq.match.since
+        seq.ends = self._ends(seq)
+
+    def _ends(self, seq: Sequence) -> list[int]:
+        """Where new snapshots end, behind the remembered ones."""
+        prompt, rule, known = seq.read, seq.rule, seq.match
+        ends = set(prompt.ends(rule, known.base.end))
+        if seq.found is not None and rule.states:  # where the next prompt will part again
+            until = prompt.before_medium(seq.found.known.until, rule)
+            if known.length + 16 <= until < len(prompt):
+                ends.add(until)
+        return [*sorted(ends), len(prompt)]
+
+    @quietly
+    def _start(self, seq: Sequence) -> Lane:
+        """A lane with what is remembered of the prompt on it."""
+        if seq.lane is not None:
+            self._catch_up(seq)
+            return seq.lane
+        if seq.node is None:
+            raise KeepsightError("this sequence has not begun")
+        self._catch_up(seq)
+        with seq.stage("restore"):
+            lane = self.lanes.take(seq.match.node)
+            lane.reserve(len(seq.prompt) + min(seq.room, _PLANNED))
+            length = shared(lane, seq.match.base.chain())
+            lane.placed = place(self._family, seq.prompt, lane.placed if length else None)
+            lane.rewind(length)
+            restore(lane, seq.match, length)
+            seq.lane = lane
+            self._hold_base(seq, seq.match)
+        seq.milliseconds.setdefault("queued", 1e3 * (time.perf_counter() - seq.asked))
+        seq.milliseconds.setdefault("prefill", 0.0)
+        return lane
+
+    def _hold_base(self, seq: Sequence, match: Match) -> None:
+        """Hold only what is used completely: new snapshots go on from there."""
+        if match.base is not match.node:
+            self._tree.hold(match.base)
+            self._tree.release(match.node)
+        seq.node = match.base
+
+    def _catch_up(self, seq: Sequence) -> None:
+        """Use what other turns read on this path meanwhile."""
+        if seq.node is None or seq.found is None or len(self.running) < 2:
+            return
+        start = seq.match.length if seq.lane is None else seq.done
+        match = self._tree.match(seq.namespace, seq.read, seq.rule)
+        behind = seq.lane is None or seq.node.parent is None or seq.node in match.base.chain()
+        if match.length <= start or not behind:
+            return
+        if match.whole and match.node.logits is None:
+            match = match.but_the_last(seq.read, seq.rule)
+            if match.length <= start:
+                return
+        self._tree.hold(match.node)
+        with seq.stage("load"):
+            loaded = self._tree.load(match.node, seq.read)
+        if not loaded or (match.whole and match.logits is None):
+            self._tree.release(match.node)
+            return
+        held = seq.node
+        if seq.lane is None:
+            seq.found.match, seq.node = match, match.node
+        else:
+            restore(seq.lane, match, start)
+            seq.found.taken_over.append((start, match))
+            self._hold_base(seq, match)
+        self._tree.release(held)
+
+    def _all_is_read(self, seq: Sequence) -> None:
+        """Go on where all that was to be read was remembered."""
+        if seq.again is not None:
+            seq.again = None
+            return
+        self._begin_decoding(seq, self._known_logits(seq))
+
+    def _known_logits(self, seq: Sequence) -> torch.Tensor:
+        """The remembered logits after the prompt."""
+        taken = seq.found.taken_over if seq.found is not None else []
+        logits = (taken[-1][1] if taken else seq.match).logits
+        if logits is None:
+            raise KeepsightError("a remembered prompt has lost its logits")
+        return logits
+
+    def _out_of_date(self, seq: Sequence) -> bool:
+        """Whether weights or settings changed since it began, also if they changed back."""
+        now = self._memory.refresh(seq.tenant)
+        return now != seq.namespace or self._memory.weights.changes != seq.changes
+
+    def _restart(self, seq: Sequence) -> None:
+        """Read a prompt again from its start: parts of two models do not belong together."""
+        seq.restarts += 1
+        if seq.restarts > MAX_RESTARTS:
+            raise ModelKeepsChanging(
+                f"weights, settings or hooks of the model changed {seq.restarts} times while one "
+                "prompt was prefilled, so its parts do not belong together; stop what changes them "
+                "(training in another thread, or a hook that changes its own state in each pass), "
+                "and ask again"
+            )
+        self._release(seq, keep_lane=False)
+        seq.packages, seq.sources, seq.notes, seq.others = {}, {}, {}, set()
+        self._begin(seq)
+
+    @quietly
+    def _remember(self, seq: Sequence, logits: torch.Tensor | None, cost: float) -> None:
+        """Remember the snapshots that ended in the last pass."""
+        lane, prompt = seq.lane, seq.prompt
+        if lane is None or seq.node is None:
+            return
+        begin = seq.node.end
+        for end in seq.ends:
+            if not seq.node.end < end <= lane.length:
+                continue
+            share = cost * (end - seq.node.end) / (lane.length - begin)
+            own = None
+            if end == len(prompt) and logits is not None:
+                own = logits.clone()
+            self._insert(seq, prompt, end, own, share)
+        lane.unwatch()
+
+    def _insert(
+        self, seq: Sequence, prompt: Prompt, end: int, logits: torch.Tensor | None, cost: float
+    ) -> None:
+        lane, above = seq.lane, seq.node
+        if lane is None or above is None:
+            return
+        kv, fixed = lane.capture_watched(above.end, end)
+        node = self._tree.insert(above, prompt, end, kv, fixed, logits, cost, seq.since)
+        self._tree.release(above)
+        seq.node = node
+        lane.marks.append((end, node))
+
+    @quietly
+    def _remember_reply(self, seq: Sequence) -> None:
+        """Remember the answer as it was decoded."""
+        lane, node = seq.lane, seq.node
+        known = self._family.reuse == "prefix" and self._family.decodes_as_prefilled
+        if not known or lane is None or node is None or not (seq.generated or seq.computed):
+            return
+        if seq.changed or self._out_of_date(seq):
+            seq.changed = True
+            return
+        end = min(lane.length, len(seq.prompt) + len(seq.generated))
+        if self._tree.is_forgotten(node, seq.prompt, seq.since):
+            return
+        if seq.sampler is not None:
+            self.answers.add(seq.tenant, seq.prompt, seq.generated)
+        if end > node.end and lane.length == end:
+            self._insert(seq, seq.whole(end), end, None, 0.0)
+
+    def _finish(self, seq: Sequence, error: BaseException | None = None) -> None:
+        """End a sequence: remember its reply, give back its lane, and say the last words."""
+        if seq.ended:
+            return
+        if error is None and not seq.reading:
+            self._remember_reply(seq)
+        if error is None and seq.found is not None:
+            seq.pieces.append(seq.last())
+        seq.ended, seq.error = True, error
+        for queue in (self.waiting, self.running):
+            if seq in queue:
+                queue.remove(seq)
+        self.tally.add(seq.tally)
+        try:
+            self._release(seq, keep_lane=error is None)
+        except Exception as failure:  # it is off every list, and must end
+            logger.exception("not all that a sequence held could be let go of")
+            seq.error = error or failure
+
+    def _tell(self) -> None:
+        """Hand listeners what came, when nothing is half done: they may call the model again."""
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            for seq in [one for one in self._listened if one.pieces or one.ended]:
+                self._tell_one(seq)
+        finally:
+            self._telling = False
+
+    def _tell_one(self, seq: Sequence) -> None:
+        try:
+            while seq.pieces and seq.on_piece is not None:
+                seq.on_piece(seq.pieces.popleft())
+        except Exception as error:  # it ends only its own sequence
+            seq.pieces.clear()
+            self._finish(seq, error)
+            seq.error = seq.error or error
+        if not seq.ended:
+            return
+        self._listened.remove(seq)
+        try:
+            if seq.on_end is not None:
+                seq.on_end()
+        except Exception:  # it is over for that one anyway
+            logger.exception("a listener of a sequence failed")
+
+    def _release(self, seq: Sequence, keep_lane: bool) -> None:
+        lane, node = seq.lane, seq.node
+        seq.lane = None
+        try:
+            if lane is not None and node is not None and keep_lane:
+                forgotten = self._tree.is_forgotten(node, seq.prompt, seq.since)
+                if not forgotten:  # else it holds states that must not be kept
+                    self.lanes.give_back(lane)
+        finally:
+            if node is not None and not (seq.keeps_node and seq.ended and seq.error is None):
+                seq.node = None
+                self._tree.release(node)
+                self._tree.settle()  # write evicted entries now, not before an answer
+
+    def _sweep(self) -> None:
+        """Let go of sequences that nobody waits for; what they computed stays remembered."""
+        self._receive()
+        for seq in [seq for seq in [*self.waiting, *self.running] if seq.cancelled]:
+            try:
+                self._finish(seq)
+            except Exception as error:  # nobody is there to hear of it
+                logger.error("an abandoned answer could not be released", exc_info=error)
+                self._finish(seq, error)
+
+    def _receive(self) -> None:
+        while self.came:
+            seq = self.came.popleft()
+            self._number += 1
+            seq.number = self._number
+            self.waiting.append(seq)
+            if seq.on_piece is not None:
+                self._listened.append(seq)
+
+    def end_all(self, error: Exception, owner: object = None) -> None:
+        """End every sequence with an error, or those of one owner."""
+        self._receive()
+        for seq in [*self.waiting, *self.running]:
+            if owner is None or seq.owner is owner:
+                self._finish(seq, error)
+        self._tell()
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    def _guarded(self, seq: Sequence) -> _Guard:
+        """Any error in a block ends this sequence only."""
+        return _Guard(self, seq)
+
+    def _failed(self, chosen: Chosen, error: Exception) -> None:
+        """A pass failed. Alone, the sequence ends with the error; of several each runs again by
+        itself, so that only the one at fault ends."""
+        for seq, segment in chosen:
+            if len(chosen) == 1:
+                self._finish(seq, error)
+                continue
+            seq.alone = True
+            if self.shape.has_states:
+                self._begin_again(seq)
+            else:
+                segment.lane.rewind(segment.start)
+
+    def _begin_again(self, seq: Sequence) -> None:
+        """Read a sequence again whose states are lost: its prompt, and its answer so far."""
+        self._release(seq, keep_lane=False)
+        if seq.generated:
+            seq.again = seq.whole(len(seq.prompt) + len(seq.generated) - 1)
+        with self._guarded(seq):
+            self._begin(seq)
+
+    # -- layouts -----------------------------------------------------------------------------------
+
     def bind(self, variant: str) -> None:
-        """Set the current model and kernels; called before each turn. Work that this caller queues
-        on a device waits for the work of earlier callers."""
+        """Set the current model and kernels. Work that this caller queues on a device waits for the
+        work of earlier callers."""
         self.lanes.variant = variant
         if self._model.device.type != "cpu":
             self._order.follow(self.placement.devices)
@@ -123,16 +771,24 @@ class Engine:
     def look_again(self) -> bool:
         """Handle changed weights. If they moved, drop what lies beside their old place and return
         True: snapshots lie there too."""
-        self._core = self._model.base_model
+        self.decoder.forget()
         before, self._placement = self._placement, None
         if before is not None and before != self.placement:
             self.lanes.clear()
             return True
         return False
 
+    @property
+    def bytes_per_token(self) -> tuple[int, int]:
+        """Bytes that a token takes on a lane, and bytes of a lane's states of fixed size."""
+        found = {"kv": 0, "fixed": 0}
+        for name, (dtype, *sizes) in self.snapshot_pattern().items():
+            found[name.split()[0]] += dtype.itemsize * int(np.prod(sizes))
+        return found["kv"], found["fixed"]
+
     def snapshot_pattern(self) -> Record:
         """The layout that all snapshots of a namespace share; costs one small pass, once."""
-        variant = f"{self.lanes.variant} {self.lanes.grows}"
+        variant = f"{self.lanes.variant} {bool(self._kernels)}"
         if variant not in self._patterns:
             while len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.pop(next(iter(self._patterns)))
@@ -142,262 +798,43 @@ class Engine:
     @quietly
     def _look_at_a_snapshot(self) -> Record:
         """Derive the layout from a snapshot of two tokens, which is dropped."""
-        ids = np.zeros(2, dtype=np.int64)
-        lane = self.lanes.fresh()
-        positions = self._family.positions(ids, ids, [])
-        above = Node(None, 0, 0, "")
-        run = Run(Prompt(ids), positions, lane, above, positions, kernels=self.kernels)
-        counted = self.prefill_tokens
-        self.chunk(run, 0, 2, [])
-        self.prefill_tokens = counted
+        ids, lane = ordinary_ids(self._model, self._family, 2), self.lanes.fresh()
+        positions = self._family.positions(ids, np.zeros(2, dtype=np.int8), [])
+        self.decoder.forward([Segment(lane, Prompt(ids), ids, positions)], self._kernels)
         return pattern(*lane.capture(0, 2))
 
-    @quietly
-    def start(self, prompt: Prompt, match: Match, room: int, kernels: Kernels | None = None) -> Run:
-        """Prepare a lane at the end of the (held) match. `room`: tokens that will follow the
-        prompt."""
-        lane = self.lanes.take(match.node)
-        lane.busy = True
-        lane.reserve(len(prompt) + room)
-        length = shared(lane, match.base.chain())
-        lane.placed = place(self._family, prompt, lane.placed if length else None)
-        positions = lane.placed.positions
-        lane.rewind(length)
-        restore(lane, match, length)
-        # Continue like `generate` of Transformers: after the last token, not after the largest
-        # position, which may belong to the last frame of a slow video.
-        behind = (positions[..., -1:] + 1).to(self._model.device)
-        run = Run(prompt, positions, lane, match.base, behind, kernels=kernels)
-        run.logits, run.since = match.logits, match.since
-        if match.base is not match.node:
-            self._prefixes.hold(match.base)
-            self._prefixes.release(match.node)
-        return run
-
-    @quietly
-    def go_on(self, run: Run, match: Match) -> None:
-        """Restore what the (held) match remembers beyond the run's end, instead of computing it."""
-        start = run.lane.length
-        try:
-            restore(run.lane, match, start)
-        except BaseException:
-            run.lane.rewind(start)
-            self._prefixes.release(match.node)
-            raise
-        if match.base is not match.node:
-            self._prefixes.hold(match.base)
-            self._prefixes.release(match.node)
-        self._prefixes.release(run.node)
-        run.node, run.logits = match.base, match.logits
-
-    def prefill(
-        self,
-        run: Run,
-        cut: int,
-        fetch: Callable[[int], Package],
-        changed: Callable[[], bool],
-        ends: Sequence[int] = (),
-    ) -> None:
-        """Compute up to the next cut; when this returns, its snapshot is in the tree.
-
-        If any cut is exact, one pass covers several snapshots, at `ends`.
-
-        `fetch` returns the package of a medium by index; each chunk asks only for its own.
-        `changed` is called after the pass: if another thread changed the model or a setting
-        meanwhile, neither this snapshot nor a later one is remembered.
-        """
-        start = run.lane.length
-        parts = [
-            (fetch(span.medium), span.row, span.row + span.end - span.start)
-            for span in run.prompt.clip(start, cut)
-        ]
-        begun = time.perf_counter()
-        run.lane.watch([end for end in ends if start < end < cut] if run.kernels else ())
-        logits = self.chunk(run, start, cut, parts)
-        run.lane.unwatch()
-        cost = 1e3 * (time.perf_counter() - begun)
-        if cut == len(run.prompt):
-            run.logits = logits
-        run.changed |= changed()
-        if run.kernels is not None and not run.changed:
-            self.remember(run, ends, logits, cost)
-        elif run.node.end == start and not run.changed:
-            self._remember(run, cut, logits, cost)
-
-    @quietly
-    def chunk(
-        self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
-    ) -> torch.Tensor | None:
-        """Run one pass over a stretch of a prompt; return the logits at the prompt's end."""
-        LATER.check()
-        device = self._model.device
-        inputs: Inputs = {
-            "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
-            "position_ids": run.positions[..., start:end].to(device),
-            "use_cache": True,
-            **with_cache(self._model, run.lane.cache),
-        }
-        extra = self._family.chunk_inputs(run.prompt.ids, run.prompt.types, start, end)
-        inputs |= {name: tensor.to(device) for name, tensor in extra.items()}
-        inputs |= self._media_inputs(run, start, end)
-        inputs |= self._family.feature_inputs(parts, inputs["input_ids"])
-        self.prefill_tokens += end - start
-        run.computed += end - start
-        last = end == len(run.prompt)
-        with grouped_queries(device), running(run.kernels):
-            if last or self._core is self._model:
-                output = self._model(**inputs, logits_to_keep=1)
-            else:  # without the output head: nobody reads these logits
-                output = self._core(**inputs)
-        run.lane.length = end
-        if not last:
-            return None
-        logits: torch.Tensor = output.logits[:, -1].clone()
-        return logits
-
-    def _media_inputs(self, run: Run, start: int, end: int) -> dict[str, torch.Tensor]:
-        inputs = self._family.media_inputs(run.prompt.ids, run.prompt.grids, start, end)
-        return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
-
-    @quietly
-    def _remember(self, run: Run, end: int, logits: torch.Tensor | None, cost: float) -> None:
-        previous, ends = run.node, run.kernels is None
-        kv, fixed = run.lane.capture_watched(previous.end, end)
-        node = self._prefixes.insert(
-            previous, run.prompt, end, kv, fixed, logits, cost=cost, since=run.since, ends=ends
-        )
-        self._prefixes.release(previous)
-        run.node = node
-        if not node.terminal:
-            run.lane.marks.append((end, node))
-
-    def remember(
-        self, run: Run, ends: Sequence[int], logits: torch.Tensor | None, cost: float
-    ) -> None:
-        """Remember the snapshots of one pass, which took so many milliseconds."""
-        begin, stop = run.node.end, run.lane.length
-        for end in ends:
-            if run.node.end < end <= stop:
-                share = cost * (end - run.node.end) / (stop - begin)
-                self._remember(run, end, logits if end == len(run.prompt) else None, share)
-
-    def guess(self, run: Run, tenant: str, most: int, tally: DraftCounts) -> None:
-        """Guess tokens while this sequence decodes, if passes over several tokens are exact."""
-        family, length = self._family, run.lane.length
-        exact = run.kernels is not None and not self.shape.has_states  # these are not taken back
-        if not self.guessing or not exact or family.step_inputs(1, length + 1):
-            return
-        lane, words = _Decoding(self, run), words_of(run.prompt)
-        earlier = self.answers.of(tenant)
-        run.drafts = Drafts(lane, words, earlier, self.costs, most, tenant, tally)
-
-    def step(self, run: Run, token: int) -> torch.Tensor:
-        """Run one decoded token through the model; return the logits after it."""
-        return run.drafts.step(token) if run.drafts is not None else self.forward(run, [token])
-
-    @quietly
-    def forward(self, run: Run, tokens: list[int]) -> torch.Tensor:
-        """Run decoded tokens through the model in one pass; return the logits after each."""
-        LATER.check()
-        start, end = run.lane.length, run.lane.length + len(tokens)
-        extra = self._family.step_inputs(1, end)
-        extra = {name: tensor.to(self._model.device) for name, tensor in extra.items()}
-        extra |= self._media_inputs(run, start, end)
-        model = (self._model, self._family, run.kernels)
-        logits = decode(*model, [run], [tokens], run.lane.cache, extra)
-        run.lane.length = end
-        run.next_positions = run.next_positions + len(tokens)
-        self.decode_steps += 1
-        return logits[0]
-
-    def take_back(self, run: Run, length: int) -> None:
-        """Rewind the decoded part to this many tokens."""
-        run.next_positions = run.next_positions - (run.lane.length - length)
-        run.lane.rewind(length)
-
-    def again(self, run: Run, tokens: Sequence[int]) -> None:
-        """Compute a sequence again on a separate lane, starting at its prompt's snapshot."""
-        self.leave_lane(run)
-        if not self._prefixes.load(run.node, run.prompt):
-            raise KeepsightError("the prompt was forgotten while its answer was being computed")
-        match = Match(run.node, since=run.since)
-        fresh = self.start(run.prompt, match, len(tokens), run.kernels)
-        run.lane, run.next_positions, run.left = fresh.lane, fresh.next_positions, False
-        for token in tokens:
-            self.forward(run, [token])
-
-    @quietly
-    def keep_decoded(self, run: Run, prompt: Prompt, answer: list[int]) -> None:
-        """Remember the lane with its decoded tokens."""
-        empty = not answer and not run.computed  # the tree has all of it
-        if run.changed or empty or self._prefixes.is_forgotten(run.node, prompt, run.since):
-            return
-        if run.drafts is not None:
-            self.answers.add(run.drafts.tenant, run.prompt, answer)
-        node = run.node
-        if node.terminal and node.parent is not None:
-            node = node.parent
-        end = min(run.lane.length, len(prompt))
-        if end <= node.end:
-            return
-        self._prefixes.hold(node)
-        stays = run.kernels is not None
-        kv, fixed = run.lane.capture(node.end, end)
-        decoded = self._prefixes.insert(
-            node, prompt, end, kv, fixed, keep_on_disk=stays, since=run.since
-        )
-        self._prefixes.release(node)
-        run.lane.marks.append((end, decoded))
-        self._prefixes.release(decoded)
-
-    def leave_lane(self, run: Run) -> None:
-        """Release the lane: the sequence goes on elsewhere, or ends."""
-        run.settle()
-        if run.lane.busy and not run.left:
-            run.left = True
-            run.lane.busy = False
-            if not self._prefixes.is_forgotten(run.node, run.prompt, run.since):
-                self.lanes.give_back(run.lane)  # else it still holds states that must not be kept
+    # -- forgetting --------------------------------------------------------------------------------
 
     def clear(self, tenant: str | None) -> None:
         """Forget idle lanes, and the answers of one tenant or of all."""
         self.lanes.clear()
         self.answers.clear(tenant)
 
-    def let_go(self, run: Run | None, node: Node | None) -> None:
-        """Finish a run, or release the held node if the run never began."""
-        if run is not None:
-            self.finish(run)
-        elif node is not None:
-            self._prefixes.release(node)
 
-    def finish(self, run: Run) -> None:
-        """Release the path and the lane; safe to call twice."""
-        if run.open:
-            run.open = False
-            self.leave_lane(run)
-            if run.drafts is not None:
-                self.tally.add(run.drafts.tally)
-                run.drafts = None
-            self._prefixes.release(run.node)
-            self._prefixes.settle()  # write evicted entries now, not before an answer
+def _rank(seq: Sequence) -> tuple[int, int]:
+    """The shortest prompt comes first. Each token computed for others while it waits counts as one
+    less, so that a long one gets its turn, however many short ones come."""
+    return seq.remaining - seq.passed, seq.number
 
 
-class _Decoding:
-    """A run, as guessing sees it."""
+def _goes_on_as(seq: Sequence, other: Sequence) -> bool:
+    """Whether a sequence would compute what another is about to remember, or a part of it."""
+    start, ids = seq.done, other.read.ids
+    alike = other.node is seq.node and start <= other.done and start < len(ids)
+    return alike and bool(ids[start] == seq.read.ids[start])
 
-    def __init__(self, engine: Engine, run: Run) -> None:
-        self._engine, self._run = engine, run
 
-    @property
-    def length(self) -> int:
-        """Tokens on its lane."""
-        return self._run.lane.length
+class _Guard:
+    """Ends one sequence with the error of a block."""
 
-    def forward(self, tokens: list[int]) -> torch.Tensor:
-        """Run tokens through the model; return the logits after each."""
-        return self._engine.forward(self._run, tokens)
+    def __init__(self, engine: Engine, seq: Sequence) -> None:
+        self._engine, self._seq = engine, seq
 
-    def rewind(self, length: int) -> None:
-        """Cut the run back to its first `length` tokens."""
-        self._engine.take_back(self._run, length)
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._engine._finish(self._seq, error)
+        return True

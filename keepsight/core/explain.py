@@ -51,7 +51,7 @@ def explain(
     for start, end in itertools.pairwise(sorted(edges)):
         match = next((m for at, m in reused if at <= start and end <= m.length), None)
         if match is not None:
-            why = "whole prompt" if match.node.terminal or match.whole else match.tier
+            why = "whole prompt" if match.whole else match.tier
             segments += _reused(prompt, start, end, match.tier, why)
         else:
             why = next((reason for at, reason in reversed(reasons) if at <= start), "")

@@ -15,14 +15,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeGuard
 
+from keepsight.core.answer import asked, read
 from keepsight.core.call import Call
+from keepsight.core.rendering.order import Order
 from keepsight.core.runtime import Runtime
-from keepsight.core.turn import Turn
+from keepsight.core.sequence import Sequence
 from keepsight.errors import ImageError, StoreError
-from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.features import Vision
-from keepsight.media.medium import Medium, Pictures, opened
+from keepsight.media.medium import Medium, Pictures
 from keepsight.media.video_steps import shows
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
@@ -49,7 +50,7 @@ def _pin_in_memory(
 ) -> list[Name]:
     """Pin in memory alone; return the names to pin in a store."""
     vision, packages = runtime.vision_of(call.tenant), runtime.caches.packages
-    runtime.refresh(call.exact, call.tenant)
+    runtime.refresh(call.tenant)
     names: list[Name] = []
     if _is_conversation(what):
         media, names = _pin_path(runtime, what, pinned, call, undo)
@@ -69,19 +70,21 @@ def _pin_in_memory(
 def _pin_path(
     runtime: Runtime, messages: list[Message], pinned: bool, call: Call, undo: Undo
 ) -> tuple[tuple[Medium, ...], list[Name]]:
-    """Prefill a conversation's prompt and pin its path before anything else can evict it."""
-    turn = _turn(runtime, call, lambda: runtime.render(messages, call))
+    """Read a conversation's prompt and pin its path before anything else can evict it."""
+    seq = asked(runtime, messages, call, answers=False)
+    seq.keeps_node = True
+    read(runtime, seq)
+    reached = seq.node
+    if reached is None:
+        raise StoreError("the conversation was forgotten while it was pinned; pin it again")
     try:
-        turn.begin(sample=False)
-        turn.prefill()
-        reached = turn.reached
         if pinned and not reached.pinned:
             undo.callback(_locked, runtime, runtime.tree.pin, reached, False)
         runtime.tree.pin(reached, pinned)
         names = [(kind, one.digest) for one in reached.chain() for kind in ("snapshot", "state")]
     finally:
-        turn.finish()
-    return turn.prompt.media, names
+        runtime.tree.release(reached)
+    return seq.prompt.media, names
 
 
 def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Undo) -> int:
@@ -117,10 +120,6 @@ def _locked(runtime: Runtime, work: Callable[..., object], *arguments: object) -
         work(*arguments)
 
 
-def _turn(runtime: Runtime, call: Call, render: Callable[[], Prompt]) -> Turn:
-    return Turn(runtime, render, {}, call.exact, tenant=call.tenant)
-
-
 # -- removing --------------------------------------------------------------------------------------
 
 
@@ -145,7 +144,7 @@ def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
     path: dict[str, None] = {}  # digests of snapshots, deepest first
 
     def forget() -> int:
-        runtime.refresh(call.exact, tenant)
+        runtime.refresh(tenant)
         runtime.engine.answers.clear(tenant)
         prompt = runtime.render(what, call) if _is_conversation(what) else None
         media.extend(_named(runtime.vision_of(tenant), what) if prompt is None else prompt.media)
@@ -195,12 +194,8 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
     """Forget the snapshots of a prompt that no other prompt shares, deepest first, and add them to
     `path`."""
     freed = 0
-    turn = _turn(runtime, call, lambda: prompt)
-    try:
-        turn.begin(sample=False)
-        node: Node | None = turn.match.node
-    finally:
-        turn.finish()
+    namespace = runtime.refresh(call.tenant)
+    node: Node | None = runtime.prefixes.match(namespace, prompt, runtime.rule).node
     while node is not None and node.parent is not None and not _has_dependents(node):
         above = node.parent
         freed += int(runtime.tree.forget(node))
@@ -279,17 +274,10 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
 
 def predict_report(runtime: Runtime, messages: list[Message], call: Call) -> Report:
     """The report that a call would give. The model does not run, no entry moves between tiers or
-    becomes fresher, and an unknown picture stays unknown."""
-
-    vision = runtime.vision_of(call.tenant)
-
-    def name(image: object, modality: str) -> Medium:
-        image = opened(image)
-        if isinstance(image, Medium | Package):
-            return vision.name(image, modality)
-        return vision.medium_of(vision.namer.look(image, modality))
-
-    def render() -> Prompt:
-        return runtime.render(messages, call, name=name)
-
-    return _turn(runtime, call, render).predict_report()
+    becomes fresher, and an unknown picture stays unknown. Pictures are looked at in this thread."""
+    runtime.require_answers()
+    runtime.tokenizer()
+    seq = Sequence(Order(runtime, messages, call).rendered().prompt, call.tenant)
+    with runtime.lock:
+        runtime.engine.look(seq)
+        return seq.report()

@@ -97,7 +97,7 @@ def _without_weights(path: str, revision: str | None) -> PreTrainedModel:
 @torch.no_grad()
 def _remembered(model: PreTrainedModel) -> tuple[int, int]:
     """How many numbers a token leaves in a lane, and how many a snapshot adds."""
-    lane = Lane(model, Shape.of(model), grows=True)
+    lane = Lane(model, Shape.of(model))
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
         model(input_ids=ids, use_cache=True, **with_cache(model, lane.cache))

@@ -17,13 +17,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from keepsight.core.answer import answer
+from keepsight.core.answer import answer, asked, read
 from keepsight.core.call import Call
 from keepsight.core.rendering.messages import kept_notes, parse_messages
 from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
 from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
-from keepsight.core.turn import Turn
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.kinds import Message, Options
 from keepsight.media.medium import Pictures
@@ -132,11 +131,11 @@ class Prefix:
         runtime = self._runtime
         with runtime.lock:
             self._require_open()
-            if runtime.refresh(self._call.exact, self._call.tenant) != self._namespace:
+            if runtime.refresh(self._call.tenant) != self._namespace:
                 self._prompt = self._render()
             positions = options.get("position_ids")
-            asked = request(runtime, inputs, options, self._call.tenant)
-            behind = [not self._begins(prompt) for prompt in asked.prompts]
+            order = request(runtime, inputs, options, self._call.tenant)
+            behind = [not self._begins(prompt) for prompt in order.prompts]
             if any(behind):
                 if not all(behind):
                     raise InputError("some rows are whole conversations and some are queries alone")
@@ -144,8 +143,8 @@ class Prefix:
                     raise UnsupportedInput(
                         "position_ids cannot be given for a query behind a prefix; leave them out"
                     )
-                self._put_behind(asked)
-        found = run(runtime, asked)
+                self._put_behind(order)
+        found = run(runtime, order)
         self._renewed()
         return found
 
@@ -183,23 +182,21 @@ class Prefix:
         runtime, tenant = self._runtime, self._call.tenant
         with runtime.lock:
             held = self._held is not None and not self._held.gone
-            if held and runtime.refresh(self._call.exact, tenant) == self._namespace:
+            if held and runtime.refresh(tenant) == self._namespace:
                 return self.report
             if self._closed or runtime.closed:  # meanwhile
                 return self.report
-            turn = Turn(runtime, self._render, {}, self._call.exact, tenant=tenant)
-            try:
-                turn.begin(sample=False)
-                turn.prefill()
-                self._let_go()
-                if not turn.reached.gone:
-                    runtime.tree.keep(turn.reached)
-                    self._held = turn.reached
-                self._prompt = turn.prompt
-                self._namespace = turn.namespace
-                self.report = turn.report()
-            finally:
-                turn.finish()
+            seq = asked(runtime, self._history.messages, self._call, answers=False, generate=False)
+            seq.keeps_node = True
+            read(runtime, seq)
+            self._let_go()
+            if seq.node is not None and not seq.node.gone:
+                runtime.tree.keep(seq.node)
+                self._held = seq.node
+            if seq.node is not None:
+                runtime.tree.release(seq.node)
+            self._prompt, self._namespace = seq.prompt, seq.namespace
+            self.report = seq.report()
             return self.report
 
     def _let_go(self) -> None:

@@ -9,21 +9,20 @@ tenants share the model and the budget.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight import digests
 from keepsight.core.call import Call
-from keepsight.core.decoding.joint_prefill import JointPrefill
 from keepsight.core.decoding.state import Shape
 from keepsight.core.engine import Engine
 from keepsight.core.kernels import grouped as attention
 from keepsight.core.kernels import passes
+from keepsight.core.rendering.order import Renderers
 from keepsight.core.rendering.render import Name, Renderer
 from keepsight.core.settings import (
     RuntimeSettings,
-    default_grain,
     image_options,
     refuse_stretching_rope,
 )
@@ -87,6 +86,7 @@ class Runtime:
         attention.begin()
         passes.begin()
         self.lock, self._renderer, self.closed = FairLock(), renderer, False
+        self.renderers = Renderers()
         self.housekeeping = Mutex()  # taken before `lock`, to pin or remove in all tiers
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
@@ -102,16 +102,14 @@ class Runtime:
         shape = Shape.of(model)
         self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
         budget = parse_bytes(settings.cache_budget)
-        self.engine = Engine(model, family, self.prefixes, shape, budget)
-        self.engine.guessing = settings.drafts
+        self.engine = Engine(self, shape, budget, settings.drafts)
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
         self.tree.beside = lambda: self.engine.lanes.nbytes
         tokenizer = getattr(processor, "tokenizer", None)
-        grain, ends = settings.grain or default_grain(model), family.turn_ends(tokenizer)
-        kind = (family.sees_whole_media, family.reuse, family.media_ends)
-        self.rule = self._boundaries = Rule(grain, ends, *kind)
-        self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned, store)
-        self.joint = JointPrefill(model, family, self.engine)
+        kind = (family.turn_ends(tokenizer), family.sees_whole_media, family.reuse)
+        states = shape.has_fixed
+        self.rule = self._plain = Rule(*kind, family.media_ends, states)
+        self._any_cut = AnyCut(model, family, self.engine.decoder, weights, settings, owned, store)
         self.finding = self._any_cut.before
         self._compiled = Compiled(model, not family.packages_only)
         self._compiled.gather()
@@ -126,7 +124,7 @@ class Runtime:
         """A runtime with the same model, settings and lock, and nothing remembered."""
         own = (self.model, family or self.family, self.processor, self.weights, self.settings)
         other = Runtime(*own, None, self.renderer, prefixes)
-        other.lock, other.rule, other._boundaries = self.lock, self.rule, self._boundaries
+        other.lock, other.rule, other._plain = self.lock, self.rule, self._plain
         other._any_cut, other.finding = self._any_cut, self.finding
         self.weights.on_forget = self._any_cut.packing.forget
         return other
@@ -251,9 +249,7 @@ class Runtime:
         """The store as one tenant sees it."""
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
-    def refresh(
-        self, exact: bool = True, tenant: str = "", remembered: dict[str, str] | None = None
-    ) -> str:
+    def refresh(self, tenant: str = "", remembered: dict[str, str] | None = None) -> str:
         """Check everything that results depend on; return the namespace."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
@@ -263,7 +259,6 @@ class Runtime:
         if changed:
             self._compiled.gather()
             self._quantised.check()
-            self._any_cut.forget_steps()
             if self.engine.look_again():
                 self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
         if weights.state != self._read_at:
@@ -275,10 +270,9 @@ class Runtime:
         self.visions.move_to_end(tenant)
         variant = self._variant(now)
         self.engine.bind(variant)
-        if self._any_cut.asked:
-            self.rule, self.finding = self._any_cut.rule(self._boundaries, now, self.engine)
-        how = "exact" if exact else "with decoded state"
-        namespace = digests.digest("namespace", variant, self.rule.record(), how, tenant)
+        self.finding = self._any_cut.find(now)
+        self.rule = replace(self._plain, kernels=self.finding.names)
+        namespace = digests.digest("namespace", variant, self.rule.record(), tenant)
         if namespace not in self.made_under:
             self.made_under[namespace] = SnapshotOrigin(weights.all, tenant)
             # A private fingerprint would never be found in a store again.
@@ -311,18 +305,11 @@ class Runtime:
 
     def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
         """How far another namespace of the tenant knows a prompt, and why it is unusable."""
-        until, other = self.tree.elsewhere(namespace, prompt, prompt.boundaries_from(self.rule, 0))
+        until, other = self.tree.elsewhere(namespace, prompt, prompt.ends(self.rule))
         made = self.made_under.get(other)
         if not until or made is None:
             return None
         return until, "other settings" if made.weights == self.weights.all else "other weights"
-
-    def warm_up(self) -> None:
-        """Record decoded steps before anyone waits for one."""
-        with self.lock:
-            self.refresh()
-            self._any_cut.warm_up()
-            self.joint.warm_up()
 
     def _now(self) -> Record:
         """The environment now, in this thread."""
@@ -383,8 +370,8 @@ class Runtime:
         stats["engine"] = {
             "prefill_tokens": self.engine.prefill_tokens,
             "decode_steps": self.engine.decode_steps,
-            "any_cut": self.rule.any_cut,
-            "boundaries_because": self.finding.why,
+            "exactness": "bits" if self.rule.kernels else "rounding",
+            "rounding_because": self.finding.why,
             **vars(self.engine.tally),
             **self._any_cut.stats(),
         }

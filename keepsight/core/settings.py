@@ -20,7 +20,6 @@ from keepsight.store.addresses.write_queue import ROOM
 from keepsight.system.units import parse_bytes, parse_seconds
 
 _LONGEST_NAME = 1024
-ACCELERATOR_GRAIN, CPU_GRAIN, EXPORTED_GRAIN = 256, 64, 16
 LEAST_WAITING = 64 << 20  # bytes that may always wait to be written
 
 
@@ -28,7 +27,6 @@ LEAST_WAITING = 64 << 20  # bytes that may always wait to be written
 class RuntimeSettings:
     """The options of a VLM that its memory uses."""
 
-    grain: int | None = None
     cache_budget: int | str = "2GiB"  # prefixes on the model's device
     host_budget: int | str | None = None  # prefixes evicted from there, in the host's memory
     vision_budget: int | str = "2GiB"  # features and pixels, in memory
@@ -45,8 +43,6 @@ class RuntimeSettings:
         check_codec(self.feature_codec)
         if self.ttl is not None:
             parse_seconds(self.ttl)
-        if self.grain is not None and (not isinstance(self.grain, int) or self.grain < 1):
-            raise InputError(f"grain={self.grain!r}; expected a number of tokens, at least 1")
         if self.pack not in (True, False, "auto"):
             raise InputError(f"pack={self.pack!r}; expected True, False or 'auto'")
         if not isinstance(self.drafts, bool):
@@ -89,14 +85,6 @@ def chosen_store(
     room = min(max(sum(map(parse_bytes, memory)), LEAST_WAITING), ROOM)
     where = None if near is None else os.fspath(near)
     return open_store(where, bytes_of[0], far, bytes_of[1], room)
-
-
-def default_grain(model: PreTrainedModel) -> int:
-    """The default number of tokens between two boundaries. A pass of an exported model costs little
-    beyond its tokens, so even a short turn is worth a snapshot there."""
-    if hasattr(model, "exported"):
-        return EXPORTED_GRAIN
-    return CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:

@@ -30,7 +30,7 @@ def write(store: Store, node: Node, ttl: float | None) -> None:
     first = len(chain) - 1
     while first and not store.has(SNAPSHOT, chain[first - 1].digest):
         first -= 1
-        if chain[first].in_memory_only or not chain[first].rows.tier:
+        if not chain[first].rows.tier:
             return  # useless in a store without what it depends on
     for n in chain[first:]:
         _write_one(store, n, ttl)
@@ -50,9 +50,9 @@ def _write_one(store: Store, node: Node, ttl: float | None) -> None:
     above = node.parent
     base = None if above is None or above.parent is None else (SNAPSHOT, above.digest)
     about = About(node.cost, base, media, ttl)
-    record = path_of(node)
-    if node.home.any_cut:  # others compare the prefix before they read tensors
-        record |= {"ids": node.ids.tolist(), "whole_spans": [list(s.all()) for s in node.spans]}
+    # Others compare the prefix before they read tensors.
+    spans = [list(span.all()) for span in node.spans]
+    record = {**path_of(node), "ids": node.ids.tolist(), "whole_spans": spans}
     store.put(SNAPSHOT, node.digest, tensors, record, about)
     node.on_disk, node.unreadable = True, False
 
@@ -140,5 +140,4 @@ def _belongs(node: Node, tensors: Tensors, record: Record) -> bool:
     # Rows outside of the sequence ("cross") are as many as the media have.
     kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
     rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
-    ends = LOGITS in tensors or not node.terminal
-    return ends and all(count == len(node.ids) for count in rows)
+    return all(count == len(node.ids) for count in rows)

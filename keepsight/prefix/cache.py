@@ -5,7 +5,6 @@ With the second one every answer stays the same, but nothing is reused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,16 +17,7 @@ from keepsight.prefix.prompt import Prompt, Rule
 class PrefixCache(Protocol):
     """Finds the longest remembered prefix of a prompt, and remembers new ones."""
 
-    def match(
-        self,
-        namespace: str,
-        prompt: Prompt,
-        next_cut: Callable[[int], int | None],
-        loose: bool = False,
-    ) -> Match:
-        """Return the deepest usable snapshot of a prompt."""
-
-    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+    def match(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
         """Return the longest remembered prefix of a prompt, to its last token."""
 
     def known(self, namespace: str, prompt: Prompt) -> Known:
@@ -50,10 +40,8 @@ class PrefixCache(Protocol):
         kv: Tensors,
         fixed: Tensors | None,
         logits: torch.Tensor | None = None,
-        keep_on_disk: bool = True,
         cost: float = 0.0,
         since: int | None = None,
-        ends: bool = True,
     ) -> Node:
         """Remember a snapshot behind `parent`; the node comes back held."""
 
@@ -70,17 +58,7 @@ class PrefixCache(Protocol):
 class NothingRemembered(PrefixCache):
     """A prefix cache that matches nothing and keeps nothing."""
 
-    def match(
-        self,
-        namespace: str,
-        prompt: Prompt,
-        next_cut: Callable[[int], int | None],
-        loose: bool = False,
-    ) -> Match:
-        """Return an empty path."""
-        return Match(Node(None, 0, 0, namespace))
-
-    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+    def match(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
         """Return an empty path."""
         return Match(Node(None, 0, 0, namespace))
 
@@ -100,17 +78,14 @@ class NothingRemembered(PrefixCache):
         kv: Tensors,
         fixed: Tensors | None,
         logits: torch.Tensor | None = None,
-        keep_on_disk: bool = True,
         cost: float = 0.0,
         since: int | None = None,
-        ends: bool = True,
     ) -> Node:
         """Return an unreachable node without content."""
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
         ids = prompt.ids[parent.end : end]
-        terminal = logits is not None and ends
-        return Node(parent, parent.end, end, digest, ids, terminal=terminal, gone=True)
+        return Node(parent, parent.end, end, digest, ids, gone=True)
 
     def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
         """Nothing was remembered."""

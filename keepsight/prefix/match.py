@@ -39,19 +39,22 @@ class Match:
     @property
     def logits(self) -> torch.Tensor | None:
         """The last logits, if the whole prompt is remembered and loaded."""
-        return self.node.logits if self.node.terminal or self.whole else None
+        return self.node.logits if self.whole else None
 
-    def but_the_last(self, prompt: Prompt) -> Match:
+    def but_the_last(self, prompt: Prompt, rule: Rule) -> Match:
         """The match without its end, to compute the logits of a completely remembered prompt:
-        without the last token, or back to the last state before it."""
-        if not self.states:
-            return replace(self, until=len(prompt) - 1, whole=False)
-        node = self.node
+        without the last token, or back to the last place from which it can be continued."""
+        node, until = self.node, prompt.before_medium(len(prompt) - 1, rule)
+        if not self.states and until >= max(1, prompt.first_cut(rule)):
+            while node.parent is not None and node.start >= until:
+                node = node.parent
+            return replace(self, node=node, until=min(until, node.end), whole=False)
+        least = prompt.first_cut(rule)
         while node.parent is not None and (
-            node.end >= len(prompt) or not (node.state.tier or node.on_disk)
+            not least <= node.end < len(prompt) or not (node.state.tier or node.on_disk)
         ):
             node = node.parent
-        return replace(self, node=node, whole=False)
+        return replace(self, node=node, until=None, whole=False)
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,6 @@ class Known:
             return "not possible: every token of this model's prompts sees all others"
         if rule.reuse == "same media" and any(span.start >= at for span in prompt.spans):
             return "not possible: a new medium changes what comes before it"
-        if self.until - at < rule.grain:
-            return "no boundary yet (below the grain)"
         return f"no snapshot between {at} and {self.until}"
 
     def why_unknown(self, behind: int, prompt: Prompt) -> str:

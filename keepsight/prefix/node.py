@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from keepsight.prefix.prompt import RUN, Prompt, Span, common, shift
+from keepsight.prefix.prompt import PASS, Prompt, Span, common, shift
 from keepsight.store import Store
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import Fence
@@ -39,8 +39,6 @@ class NamespaceState:
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
     cleared: int = -1  # tick when everything was forgotten
     pins: int = 0  # pinned nodes of it
-    any_cut: bool = False  # its paths can be continued at any token
-    states: bool = False  # but only from captured fixed-size states
 
     def __post_init__(self) -> None:
         self.account = account_of(self.tenant)
@@ -102,7 +100,6 @@ class Node:
     digest: str
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     spans: tuple[Span, ...] = ()  # relative to `start`
-    terminal: bool = False
     children: dict[str, Node] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)  # the children sorted by `code`
     holds: int = 0
@@ -113,7 +110,6 @@ class Node:
     on_disk: bool = False  # a read from the store may work
     unreadable: bool = False  # such a read has failed
     leased: bool = False  # from a store, which tracks its expiry
-    in_memory_only: bool = False  # decoded, not prefilled: stores refuse it
     expires: float | None = None
     cost: float = 0.0  # milliseconds it took to compute the stretch; 0 if not measured
     uses: int = 0
@@ -217,16 +213,13 @@ class Node:
     ) -> tuple[Node | None, int]:
         """The child that shares the most with the prompt from here on, and how many tokens; among
         those that are `usable`, if given."""
-        end = min(len(prompt), self.end + 2 * RUN)
+        end = min(len(prompt), self.end + 2 * PASS)
         ids, spans = prompt.ids[self.end : end], shift(prompt.clip(self.end, end), -self.end)
         spot = bisect.bisect_left(self.order, _code(ids, spans), key=Node.code)
-        best, rank = None, (-1, False, False)
+        best, rank = None, (-1, False)
         for child in self._around(spot, usable):
             shared = common(child.ids, child.spans, ids, spans)
-            # Among equals: first one that agrees in full and may continue, then one that continues
-            # differently, last one that only ends.
-            whole = shared == len(child.ids)
-            mine = (shared, whole and not child.terminal, not whole)
+            mine = (shared, shared == len(child.ids))  # among equals one that agrees in full
             if mine > rank:
                 best, rank = child, mine
         return best, rank[0]

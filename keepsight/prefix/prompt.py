@@ -1,17 +1,13 @@
-"""A prompt as the tree sees it: ids, media at known ranges, boundaries, and a path.
+"""A prompt as the tree sees it: ids, media at known ranges, and a path.
 
 In a path a text token is its id; a token of a medium is (feature id, offset). Two images of one
-size have equal placeholder ids, but never equal paths.
-
-Prefill is cut at boundaries, and snapshots are taken there. Boundaries are a pure function of what
-comes before them. So two prompts with a common prefix are cut alike in it, which makes a warm
-answer equal to a cold one bit for bit.
+size have equal placeholder ids, but never equal paths. Snapshots end behind media and turns.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,7 +17,8 @@ from keepsight import digests
 from keepsight.kinds import Grid, Record
 from keepsight.media.medium import Medium
 
-RUN = 2048  # longest stretch without a boundary, in tokens
+PASS = 2048  # most tokens of a pass
+APART, LONGEST = 16, 512  # tokens of a snapshot
 Range = tuple[int, int]
 TYPES = {"image": 1, "video": 2, "audio": 3}
 
@@ -58,34 +55,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Rule:
-    """The boundary rule of a namespace."""
+    """Where prompts of one model can be cut, and where snapshots of them end."""
 
-    grain: int
-    turn_ends: frozenset[int]
-    whole_media: bool  # never cut inside a range whose tokens attend to each other
+    turn_ends: frozenset[int] = frozenset()
+    whole_media: bool = False  # never cut inside a range whose tokens attend to each other
     reuse: str = "prefix"  # see families/base.py
     media_ends: frozenset[int] = frozenset()
-    run: int | None = None  # longest stretch without a boundary; default RUN
-    kernels: tuple[str, ...] = ()  # kernels that make any cut exact; empty if there are none
     states: bool = False  # then prompts continue only from captured fixed-size states
-
-    @property
-    def any_cut(self) -> bool:
-        """Whether a prompt can be cut and continued anywhere. Then boundaries only limit
-        snapshots."""
-        return bool(self.kernels)
-
-    @property
-    def longest(self) -> int:
-        """The longest stretch without a boundary."""
-        return self.run or RUN
+    kernels: tuple[str, ...] = ()  # those that give equal bits for any cut; empty: to rounding
 
     def record(self) -> list[object]:
-        """The fields of the rule that are part of the namespace."""
-        ids = [sorted(self.turn_ends), sorted(self.media_ends)]
-        if self.any_cut:
-            return ["any cut", *self.kernels]
-        return [self.longest, self.grain, *ids, self.whole_media, self.reuse]
+        """What of the rule is part of the namespace."""
+        return ["bits", *self.kernels] if self.kernels else ["rounding", self.whole_media]
 
 
 @dataclass(frozen=True)
@@ -97,6 +78,11 @@ class Prompt:
     ranges: tuple[tuple[Range, ...], ...] = ()
     text: str | None = None
     extra: Record = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls) -> Prompt:
+        """A prompt of no tokens."""
+        return cls(np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -154,7 +140,7 @@ class Prompt:
         return digests.digest(kind, parent, start, self.ids[start:end], spans)
 
     def events(self, rule: Rule) -> list[int]:
-        """Possible boundaries: after the last range of a medium, and after the end of a turn.
+        """After the last range of each medium, and after the end of each turn.
 
         A turn-end id inside a medium means nothing.
         """
@@ -171,42 +157,26 @@ class Prompt:
     def _events(self) -> dict[tuple[frozenset[int], frozenset[int]], list[int]]:
         return {}
 
-    def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
-        """All boundaries after `start` and strictly before the prompt's end."""
-        return list(self.boundaries_from(rule, start))
-
-    def next_boundary(self, rule: Rule, exact: bool) -> Callable[[int], int | None]:
-        """A function that gives the first boundary after a position; unless `exact`, positions that
-        are none themselves have boundaries of their own."""
-        cuts = self.boundaries(rule)
-
-        def first_after(position: int) -> int | None:
-            if position == 0 or position in cuts or exact:
-                return next((cut for cut in cuts if cut > position), None)
-            return next(iter(self.boundaries(rule, position)), None)
-
-        return first_after
-
-    def boundaries_from(self, rule: Rule, start: int) -> Iterator[int]:
-        """Yield the boundaries one by one, for callers that need only the first."""
-        last, first = start, self._first_cut(rule)
+    def ends(self, rule: Rule, start: int = 0) -> Iterator[int]:
+        """The places after `start` and before the prompt's end where snapshots end."""
+        last, first = start, self.first_cut(rule)
         events = self.events(rule)
         for place in range(bisect_right(events, start), len(events) + 1):
             event = events[place] if place < len(events) else len(self.ids)
             if event < first:
                 continue
-            while event - last > rule.longest:
-                cut = self.move(last + rule.longest, rule)
+            while event - last > LONGEST:
+                cut = self.move(last + LONGEST, rule)
                 if cut >= event:
                     break
                 yield cut
                 last = cut
-            if event < len(self.ids) and event - last >= rule.grain:
+            if event < len(self.ids) and event - last >= APART:
                 yield event
                 last = event
 
-    def _first_cut(self, rule: Rule) -> int:
-        """The first possible boundary: after everything that a later token can still change."""
+    def first_cut(self, rule: Rule) -> int:
+        """The first place to continue from: behind everything that a later token can change."""
         if rule.reuse == "whole prompt":
             return len(self.ids)
         if rule.reuse == "same media":
@@ -228,7 +198,7 @@ class Prompt:
 
     def move(self, cut: int, rule: Rule) -> int:
         """Move a cut behind the range that contains it, if ranges must stay whole."""
-        cut = max(cut, self._first_cut(rule))
+        cut = max(cut, self.first_cut(rule))
         span = self._around(cut) if rule.whole_media else None
         return cut if span is None or span.start == cut else span.end
 

@@ -6,13 +6,13 @@ A lookup creates, drops and copies no snapshot. Entries of a store are noted, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 
 from keepsight.prefix import Residency, archive
 from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import DEVICE, HOST, NOWHERE, Node, Part
-from keepsight.prefix.prompt import RUN, Prompt, Rule, shift
+from keepsight.prefix.prompt import LONGEST, Prompt, Rule, shift
 from keepsight.prefix.trails import Trail, Trails
 
 
@@ -37,44 +37,17 @@ class Search(Residency):
 
     # -- what is usable --------------------------------------------------------------------------
 
-    def match(
-        self,
-        namespace: str,
-        prompt: Prompt,
-        next_cut: Callable[[int], int | None],
-        loose: bool = False,
-    ) -> Match:
-        """The deepest usable snapshot strictly before the prompt's end, or its terminal entry.
-
-        `next_cut` returns the boundary after a position, or None. `loose` also considers snapshots
-        at other places (decoded state, `exact=False`).
-        """
-        self.expire()
-        best = node = self.root(namespace)
-        while True:
-            cut = next_cut(node.end)
-            # A whole prompt depends on its last boundary: beyond that no store need be asked for
-            # it.
-            stored = loose or cut is None or cut >= len(prompt)
-            terminal = self._child(node, prompt, len(prompt), "terminal", stored)
-            if terminal is not None and self._usable(terminal):
-                return Match(terminal, self._farthest(terminal), self.tick)
-            child = self._longest(node, prompt, cut, loose)
-            if child is None or not (child.rows.tier or child.on_disk):
-                return Match(best, self._farthest(best), self.tick)
-            node = child
-            if self._usable(node):
-                best = node
-
-    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
-        """The longest remembered prefix, to its last token, if any cut is exact."""
+    def match(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+        """The longest remembered prefix, to its last token."""
         self.expire()
         if rule.states:
             return self._match_states(self.root(namespace), prompt, rule)
         root = self.root(namespace)
-        trail = self.ways.begin(root, prompt, _rows_in_memory)
+        trail = Trail(root, prompt.ids, prompt.spans)
+        if rule.reuse == "prefix":  # else what was passed once may not serve this prompt
+            trail = self.ways.begin(root, prompt, _rows_in_memory)
         found = self._along(trail, prompt, rule)
-        if root.home.store is None or len(prompt) - found.length <= RUN // 2:
+        if root.home.store is None or len(prompt) - found.length <= LONGEST:
             return found
         # Much is missing: others may have stored it above a node that was passed.
         again = self._along(Trail(root, prompt.ids, prompt.spans), prompt, rule)
@@ -82,16 +55,18 @@ class Search(Residency):
 
     def _along(self, trail: Trail, prompt: Prompt, rule: Rule) -> Match:
         """The longest remembered prefix beyond the end of a trail, which grows."""
-        node, last = trail.end, len(prompt) - 1
-        while node.end < last:
+        node, last, first = trail.end, len(prompt) - 1, prompt.first_cut(rule)
+        while node.end < len(prompt):
             child, shared = self._most_shared(node, prompt, rule)
             end = prompt.before_medium(node.end + shared, rule)
-            if child is None or end <= node.end:
+            if child is None or end <= node.end or end < first:
                 break
             if end == child.end == len(prompt):
                 return Match(child, self._farthest(child), self.tick, None, True)
             if end < child.end or end > last:
                 end = prompt.before_medium(min(end, last), rule)
+                if end < first or end <= node.end:
+                    break
                 return Match(child, self._farthest(child), self.tick, end)
             trail.note(node, child)
             node = child
@@ -99,7 +74,7 @@ class Search(Residency):
 
     def _match_states(self, root: Node, prompt: Prompt, rule: Rule) -> Match:
         """The deepest place with a fixed-size state on the prompt's path."""
-        best, waiting, root.home.states = root, [root], True
+        best, waiting = root, [root]
         while waiting:
             node = waiting.pop()
             if node.end > best.end or (node.end == best.end and node.logits is not None):
@@ -122,32 +97,38 @@ class Search(Residency):
 
     def _look_for_ends(self, node: Node, prompt: Prompt, rule: Rule) -> None:
         """Add what the store received above a node, for this prompt, since it was last asked."""
-        for cut in {next(prompt.boundaries_from(rule, node.end), len(prompt)), len(prompt)}:
+        for cut in {next(prompt.ends(rule, node.end), len(prompt)), len(prompt)}:
             for kind in ("terminal", "segment"):
-                self._child(node, prompt, cut, kind, ends=False)
+                self._child(node, prompt, cut, kind)
 
     def _most_shared(self, node: Node, prompt: Prompt, rule: Rule) -> tuple[Node | None, int]:
         """The usable child that shares the most with a prompt from here on, and how many tokens."""
         self._look_up(node)
-        best, most = node.closest(prompt, usable=self._usable)
+
+        def usable(child: Node) -> bool:
+            # A later medium changes what is before it: then all media must be the same.
+            same = rule.reuse == "prefix" or node.end or child.spans == prompt.spans
+            return bool(same) and self._usable(child)
+
+        best, most = node.closest(prompt, usable)
         while best is not None and best.leased and not self._stored(best):
             self.forget(best, fit=False)  # expired
-            best, most = node.closest(prompt, usable=self._usable)
-        cut = next(prompt.boundaries_from(rule, node.end), len(prompt))
+            best, most = node.closest(prompt, usable)
+        cut = next(prompt.ends(rule, node.end), len(prompt))
         for kind in ("terminal", "segment") if cut - node.end > most else ():
-            child = self._child(node, prompt, cut, kind, ends=False)
+            child = self._child(node, prompt, cut, kind)
             if child is not None and self._usable(child):
                 best, most = child, cut - node.end
                 break
         # A whole prompt depends on its last boundary: beyond that no store need be asked for it.
-        whole = self._child(node, prompt, len(prompt), "terminal", cut == len(prompt), ends=False)
+        whole = self._child(node, prompt, len(prompt), "terminal", cut == len(prompt))
         if whole is not None and self._usable(whole):  # of two that agree, the one with logits
             return whole, len(prompt) - node.end
         return best, most
 
     def _look_up(self, node: Node) -> None:
         """Add, once, what the store has above a node; entries are read when they are used."""
-        store, node.home.any_cut = node.home.store, True
+        store = node.home.store
         if store is None or node.looked_up:
             return
         node.looked_up, near = True, {node.digest: node}
@@ -162,18 +143,6 @@ class Search(Residency):
                 self.tombstones.note(child)
             near |= above.children
 
-    def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
-        """The child at the next boundary, or (if decoded state is kept) beyond it."""
-        best = None if cut is None else self._child(node, prompt, cut, "segment")
-        if not loose:
-            return best
-        for child in node.children.values():
-            if child.terminal or child.end >= len(prompt) or (best and child.end <= best.end):
-                continue
-            if child.end != cut and child.rows.tier and child.same_as(prompt):
-                best = child
-        return best
-
     def _child(
         self,
         node: Node,
@@ -181,10 +150,8 @@ class Search(Residency):
         end: int,
         kind: str,
         stored: bool = True,
-        ends: bool = True,
     ) -> Node | None:
-        """The node at `end`. One without memory may be in the store, unless `stored` is false. One
-        with logits ends its path, unless `ends` is false."""
+        """The node at `end`. One without memory may be in the store, unless `stored` is false."""
         store = node.home.store if stored else None
         if store is None and not node.ends[end]:
             return None
@@ -196,7 +163,7 @@ class Search(Residency):
         asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
         if not asked and store is not None and store.has(archive.SNAPSHOT, digest):
             if child is None:
-                child = self._new_node(node, prompt, end, digest, kind == "terminal" and ends)
+                child = self._new_node(node, prompt, end, digest, kind)
                 child.leased = self.ttl is not None
                 self.tombstones.note(child)
             child.on_disk = True
@@ -205,8 +172,7 @@ class Search(Residency):
 
     def _needs(self, node: Node) -> list[Part]:
         """The parts of the node that are needed to continue the prompt here."""
-        has_fixed = self.has_fixed and (node.home.states or not node.home.any_cut)
-        return [node.rows, node.state] if has_fixed else [node.rows]
+        return [node.rows, node.state] if self.has_fixed else [node.rows]
 
     def _usable(self, node: Node) -> bool:
         """Whether a prompt can be continued here: every layer must allow it."""
@@ -263,7 +229,7 @@ class Search(Residency):
                 return Known(node.end, False, evicted)
             if evicted is None and length == len(best.ids) and self._is_evicted(best):
                 evicted = node.end
-            if length < len(best.ids) or best.terminal:
+            if length < len(best.ids):
                 until = node.end + length
                 diverged = length < len(best.ids) and until < len(prompt)
                 return Known(until, diverged, evicted, _made_elsewhere(best, prompt, until))
@@ -284,17 +250,16 @@ class Search(Residency):
         prompt: Prompt,
         end: int,
         digest: str,
-        terminal: bool,
+        kind: str,
         gone: bool = False,
     ) -> Node:
         start = parent.end
         spans = shift(prompt.clip(start, end), -start)
-        node = Node(parent, start, end, digest, prompt.ids[start:end].copy(), spans, terminal)
+        node = Node(parent, start, end, digest, prompt.ids[start:end].copy(), spans)
         node.gone = gone
         if gone:
             self.detached.add(node)
         else:
-            kind = "terminal" if terminal else "segment"
             node.path = prompt.segment_digest(parent.path, start, end, kind)
             self._adopt(node)
         return node

@@ -1,9 +1,9 @@
 """The tree of all snapshots of one model, keyed by path; one root for each namespace.
 
-A node is the stretch between two boundaries. It may hold the rows of that stretch (keys, values)
+A node is the stretch between two snapshots. It may hold the rows of that stretch (keys, values)
 and the fixed-size states at its end; the two are evicted separately. A node without content remains
-for a while, so that a report can say `evicted` instead of `new`. Terminal nodes hold the end of one
-whole prompt with its last logits, and serve only that identical prompt.
+for a while, so that a report can say `evicted` instead of `new`. The node at the end of a whole
+prompt also holds its last logits.
 
 `match` creates, drops and copies no snapshot. `hold` keeps a path alive, `load` moves it to the
 device, `insert` adds snapshots. `residency.py` decides what is kept in which tier; `invariants.py`
@@ -75,16 +75,13 @@ class Tree(Search):
         kv: Tensors,
         fixed: Tensors | None,
         logits: torch.Tensor | None = None,
-        keep_on_disk: bool = True,
         cost: float = 0.0,
         since: int | None = None,
-        ends: bool = True,
     ) -> Node:
         """Remember a snapshot after `parent`, filling an existing node. The node is returned held.
 
         `cost` is the milliseconds of its computation. `since` is when the prompt was matched: what
-        was forgotten later is returned `gone`, held but not remembered. A snapshot with logits ends
-        its path, unless `ends` is false.
+        was forgotten later is returned `gone`, held but not remembered.
         """
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
@@ -95,7 +92,7 @@ class Tree(Search):
         late = since is not None and self._barred(parent, prompt, parent.end, end, since)
         gone = parent.gone or nowhere or late  # even if a later turn made the same node again
         if node is None or gone:
-            node = self._new_node(parent, prompt, end, digest, logits is not None and ends, gone)
+            node = self._new_node(parent, prompt, end, digest, kind, gone)
         self._hold(node)
         node.uses += 1
         if node.gone:
@@ -107,8 +104,7 @@ class Tree(Search):
             self.place(node.rows, kv if logits is None else {**kv, LOGITS: logits})
         if self.has_fixed and fixed is not None and node.state.tier != DEVICE:
             self.place(node.state, fixed)
-        node.in_memory_only |= not keep_on_disk
-        if node.home.store is not None and keep_on_disk and not node.on_disk:
+        if node.home.store is not None and not node.on_disk:
             archive.write(node.home.store, node, self.ttl)
         self.fit()
         return node

@@ -181,7 +181,6 @@ class ModelSettings(StrictSettings):
     cache_budget: Size | None = Field(None, description="Prefixes on the device; 2GiB if not set.")
     host_budget: Size | None = Field(None, description="Prefixes in host memory.")
     vision_budget: Size | None = Field(None, description="Features in memory; 2GiB if not set.")
-    grain: Count | None = Field(None, description="Fewest tokens between two snapshots.")
     min_pixels: Count | None = Field(None, description="Enlarge smaller images to this.")
     max_pixels: Count | None = Field(None, description="Shrink larger images to this.")
 
@@ -221,14 +220,11 @@ class ServerConfig(StrictSettings):
     unknown_fields: Literal["name", "refuse"] = Field(
         "name", description="Name or refuse unknown fields of a request."
     )
-    prefill_ahead: TimeOrNever = Field(
-        0.25, description="Idle time before answers are prefilled for their next turn, or never."
-    )
     prefill_piece: Count = Field(
         512, description="Tokens of a prompt between two steps of running answers."
     )
     drain: Time = Field("30s", description="Longest time that running answers get after SIGTERM.")
-    warm_up: bool = Field(True, description="At start, make one small answer and record decoding.")
+    warm_up: bool = Field(True, description="At start, make one small answer.")
     log: bool = Field(True, description="Log a line for each request.")
 
     def __init__(self, **settings: object) -> None:
@@ -236,11 +232,6 @@ class ServerConfig(StrictSettings):
         secrets = [key.key for key in self.keys]
         if len(set(secrets)) < len(secrets):
             raise InputError("two API keys are the same; each needs a value of its own")
-
-    @property
-    def quiet(self) -> float | None:
-        """Seconds without requests after which answers are prefilled for their next turns."""
-        return None if self.prefill_ahead == "never" else parse_seconds(self.prefill_ahead)
 
     def seconds(self, name: str) -> float:
         """Return a time by its name."""

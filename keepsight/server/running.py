@@ -49,7 +49,6 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
         vlm,
         max_running=config.max_running,
         max_waiting=config.max_waiting,
-        ahead=config.quiet,
         prefill_piece=config.prefill_piece,
     )
     return Service(vlm, together, name, config)
@@ -66,8 +65,6 @@ def warm_up(vlm: VLM) -> None:
         content = [{"type": "image", "image": image}, *asked]
         vlm.chat([{"role": "user", "content": content}], max_new_tokens=2, tenant=whose)
     vlm.clear(store=True, tenant=whose)
-    with contextlib.suppress(KeepsightError):  # a client's own request will say what is wrong
-        vlm.runtime.warm_up()
 
 
 class Server(uvicorn.Server):

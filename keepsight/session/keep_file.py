@@ -166,15 +166,7 @@ def _snapshots(session: Session, namespace: str, tensors: dict[str, torch.Tensor
     """The snapshots of the history as it will be rendered next time."""
     memory = session.runtime
     prompt = session.prompt()
-    if memory.rule.any_cut:
-        match = memory.tree.match_tokens(namespace, prompt, memory.rule)
-    else:
-        cuts = prompt.boundaries(memory.rule)
-        after = dict(zip([0, *cuts], cuts, strict=False))
-        match = memory.tree.match(namespace, prompt, after.get)
-    node = match.base
-    if node.terminal and node.parent is not None:
-        node = node.parent
+    node = memory.tree.match(namespace, prompt, memory.rule).base
     memory.tree.hold(node)
     try:
         if not memory.tree.load(node, prompt):

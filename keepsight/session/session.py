@@ -190,7 +190,7 @@ class Session:
 
     def prompt(self) -> Prompt:
         """The history as it will be rendered next time."""
-        call = Call(True, self.tenant, {}, {})
+        call = Call(self.tenant, {}, {})
         return self.runtime.render(self.messages, call, generate=False)
 
     def _user_turn(self, turn: int) -> int:

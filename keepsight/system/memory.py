@@ -1,27 +1,11 @@
-"""How much memory a process can still have, and when its garbage is collected.
+"""How much memory a process can still have.
 
 Linux tells how much is free; elsewhere nothing is known, and callers go on without.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-
-@contextmanager
-def without_collecting() -> Iterator[None]:
-    """Pause garbage collection for work that makes many objects and keeps few: one collection in
-    between would take longer than the work."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def free_memory(swap: bool = True) -> int | None:

@@ -6,6 +6,8 @@ place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import DynamicLayer
 
@@ -147,13 +149,6 @@ class LaneLayer(DynamicLayer):
         """Count tokens that were written behind the end."""
         self._view(self.length + tokens)
 
-    def hold(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Use these buffers, with their first `length` rows filled."""
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
-        self.key_buffer, self.value_buffer = keys, values
-        self._view(length)
-
     @property
     def lengths(self) -> list[int]:
         """Tokens of each lane, for layers of several lanes."""
@@ -167,16 +162,6 @@ class LaneLayer(DynamicLayer):
     def sight(self) -> tuple[int, bool]:
         """Layers with equal values need the same mask."""
         return 0, False
-
-    def make_room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Buffers with space for more tokens and zeros behind, because attention reads there. The
-        caller writes the tokens and then calls `advance`."""
-        if self.key_buffer is None or self.value_buffer is None:
-            raise ValueError("a layer that holds nothing yet")
-        end = self.length + tokens
-        self._ensure(end, self.key_buffer, self.value_buffer)
-        self._clear_behind(end)
-        return self.key_buffer, self.value_buffer
 
     def get_seq_length(self, *more: object, **options: object) -> int:
         """Tokens held."""
@@ -196,6 +181,84 @@ class LaneLayer(DynamicLayer):
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return storage_bytes(t for t in (self.key_buffer, self.value_buffer) if t is not None)
+
+
+class JoinedLayer(LaneLayer):
+    """One layer of several lanes, whose tokens lie end to end in a pass."""
+
+    def __init__(self, layers: Sequence[LaneLayer], edges: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self._layers, self.edges = layers, edges
+        self.is_initialized, self.is_sliding = True, layers[0].is_sliding
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the tokens of each lane; attention finds the lanes by the returned keys."""
+        for layer, (start, stop) in zip(self._layers, self.edges, strict=True):
+            layer.append(key_states[:, :, start:stop], value_states[:, :, start:stop])
+        attention = attention_here()
+        if attention is not None:
+            attention.note(key_states, value_states, self._layers, self.edges)
+        return key_states, value_states
+
+    def get_seq_length(self, *more: object, **options: object) -> int:
+        """Tokens of the longest lane."""
+        return max(layer.length for layer in self._layers)
+
+    def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
+        """Of the tokens of this pass alone: attention makes the masks of each lane itself."""
+        return query_length, 0
+
+
+class RowsLayer(LaneLayer):
+    """One layer of several lanes side by side, for a graph that takes one token of each."""
+
+    def __init__(self, layers: Sequence[LaneLayer]) -> None:
+        super().__init__()
+        self._layers = layers
+        self._copied: list[int] = []  # the write counter of each lane when it was last copied
+        self.is_initialized, self.is_sliding = True, layers[0].is_sliding
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each lane."""
+        return [layer.length for layer in self._layers]
+
+    def stretch(
+        self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lanes side by side, with space for more tokens; lanes that changed since the last
+        call are copied again."""
+        rooms = [layer.stretch(tokens, like_k[:1], like_v[:1]) for layer in self._layers]
+        most = max(keys.shape[-2] for keys, _ in rooms)
+        if self.key_buffer is None or self.value_buffer is None or self.key_buffer.shape[-2] < most:
+            size = (len(rooms), *rooms[0][0].shape[1:2], most)
+            self.key_buffer = like_k.new_zeros(*size, like_k.shape[-1])
+            self.value_buffer = like_v.new_zeros(*size, like_v.shape[-1])
+            self._copied = []
+        for row, layer in enumerate(self._layers):
+            if self._copied[row : row + 1] != [layer.changes]:
+                self.key_buffer[row, :, : layer.length] = layer.keys[0]
+                self.value_buffer[row, :, : layer.length] = layer.values[0]
+        return self.key_buffer, self.value_buffer
+
+    def advance(self, tokens: int) -> None:
+        """Copy the tokens written here back to their lanes."""
+        if self.key_buffer is None or self.value_buffer is None:
+            raise ValueError("rows of a graph that was given no buffers")
+        for row, layer in enumerate(self._layers):
+            rows, new = slice(row, row + 1), slice(layer.length, layer.length + tokens)
+            layer.append(self.key_buffer[rows, :, new], self.value_buffer[rows, :, new])
+        self._copied = [layer.changes for layer in self._layers]
+
+    def get_seq_length(self, *more: object, **options: object) -> int:
+        """Tokens of the longest lane."""
+        return max(layer.length for layer in self._layers)
+
+    def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
+        """Of the longest lane; a graph gets the lengths of all."""
+        return self.get_seq_length() + query_length, 0
 
 
 class WindowLayer(LaneLayer):

@@ -21,11 +21,14 @@ class MixerLayer(LinearAttentionLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states: list[MixerLayer] = [self]
         self.ends: Sequence[int] = ()
         self.found: dict[int, tuple[torch.Tensor, GridState | None]] = {}
         self._open: OpenSequence | None = None
         self._restored: Tensors = {}
+
+    def parts(self, count: int) -> list[tuple[MixerLayer, int, int]]:
+        """The state, and the rows of its tokens in a pass over so many."""
+        return [(self, 0, count)]
 
     def opened(self, heads: DeltaHeads) -> OpenSequence:
         """The sequence of a gated delta rule at its current end."""
@@ -48,20 +51,6 @@ class MixerLayer(LinearAttentionLayer):
         self.dtype, self.device = inputs.dtype, inputs.device
         self.is_conv_states_initialized[0] = self.has_previous_state[0] = True
 
-    def block(self, tokens: int) -> int | None:
-        """The first row of the rule's open block (0 without a rule) if this many more tokens fit
-        into it and no state of theirs is captured; otherwise None."""
-        if self.ends or self._restored or self.inputs() is None:
-            return None
-        if self._open is None:
-            return 0
-        return self._open.block if self._open.stays_open(tokens) else None
-
-    @property
-    def sequence(self) -> OpenSequence | None:
-        """The sequence of the rule, if there is one."""
-        return self._open
-
     def held(self, end: int | None = None) -> Tensors:
         """What a snapshot holds here, at the end or after some tokens of the last pass; not
         copied."""
@@ -82,9 +71,14 @@ class MixerLayer(LinearAttentionLayer):
         self._restored[what] = state.clone()
 
 
-class MixerRows(LinearAttentionLayer):
-    """One layer of several lanes."""
+class JoinedMixer(LinearAttentionLayer):
+    """One layer of several lanes, whose tokens lie end to end."""
 
-    def __init__(self, layers: list[MixerLayer]) -> None:
+    def __init__(self, layers: Sequence[MixerLayer], edges: Sequence[tuple[int, int]]) -> None:
         super().__init__()
-        self.states = layers
+        self._layers, self._edges = layers, edges
+
+    def parts(self, count: int) -> list[tuple[MixerLayer, int, int]]:
+        """Each state, and the rows of its tokens."""
+        pairs = zip(self._layers, self._edges, strict=True)
+        return [(layer, start, stop) for layer, (start, stop) in pairs]

@@ -27,14 +27,13 @@ class Lanes:
         self._model, self._shape, self._budget = model, shape, budget
         self._idle: list[Lane] = []  # least recently used first
         self.nbytes = 0  # of the idle lanes
-        self.variant, self.grows = "", False
+        self.variant = ""
 
     def take(self, node: Node) -> Lane:
         """Take the lane that already holds most of the path to `node`."""
         chain = node.chain()
         best, most = None, 0
-        wanted = self.variant, self.grows
-        fitting = [lane for lane in self._idle if (lane.variant, lane.grows) == wanted]
+        fitting = [lane for lane in self._idle if lane.variant == self.variant]
         for lane in fitting:
             end = shared(lane, chain)
             if end > most:
@@ -52,7 +51,7 @@ class Lanes:
 
     def fresh(self) -> Lane:
         """A new, empty lane."""
-        return Lane(self._model, self._shape, self.variant, self.grows)
+        return Lane(self._model, self._shape, self.variant)
 
     def give_back(self, lane: Lane) -> None:
         """Keep an unused lane while the budget allows; the snapshots then have less of it."""
@@ -93,7 +92,7 @@ def restore(lane: Lane, match: Match, length: int) -> None:
         if node.end > match.length:
             rows = first_rows(rows, match.length - node.start)
         lane.restore_full(node.start, rows)
-        if not node.terminal and node.end <= match.length:
+        if node.end <= match.length:
             lane.marks.append((node.end, node))
     if match.length:
         lane.restore_fixed(match.length, match.node.fixed or {})

@@ -24,8 +24,6 @@ class Placement:
         found = [next(_devices(layer), self._main) for layer in layers]
         self._of_layer = found or [self._main] * len(shape.kinds)
         both = list(zip(self._of_layer, shape.kinds, strict=True))
-        self._full = [device for device, kind in both if kind == "full"]
-        # Where any cut is exact, layers with windows keep all their rows too.
         self._all_rows = [d for d, kind in both if kind == "full" or "sliding" in kind]
         self._cross = [device for device, kind in both if kind == "cross"]
 
@@ -43,20 +41,18 @@ class Placement:
     def rows(self, rows: Tensors) -> Tensors:
         """Keys, values and last logits, each on its layer's device."""
         apart = layered(rows) if len({*self._all_rows}) > 1 else rows
-        held = {name.split(".")[0] for name in apart if name[0].isdigit()}
-        own = self._full if len(held) <= len(self._full) else self._all_rows
-        return to_devices(apart, lambda name: self._of_rows(name, own))
+        return to_devices(apart, self._of_rows)
 
     def fixed(self, states: Tensors) -> Tensors:
         """States of fixed size, each on its layer's device."""
         return to_devices(states, lambda name: self._of_layer[int(name.split(".")[0])])
 
-    def _of_rows(self, name: str, own: list[torch.device]) -> torch.device:
+    def _of_rows(self, name: str) -> torch.device:
         match name.split("."):
             case ["cross", index, _]:
                 return self._cross[int(index)]
             case [index, _]:
-                return own[int(index)]
+                return self._all_rows[int(index)]
         return self._all_rows[0] if name == "kv" and self._all_rows else self._main
 
 

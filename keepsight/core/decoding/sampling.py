@@ -7,7 +7,6 @@ Every option of `GenerationConfig` is used or refused by name. Options that need
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -282,38 +281,28 @@ def _overlap(text: str, stop: str) -> int:
 class SequenceSampler:
     """Chooses the tokens of one sequence from its logits."""
 
-    def __init__(
-        self, sampler: Sampler, ids: torch.Tensor, note: Callable[[int], None] | None = None
-    ) -> None:
-        self._sampler, self._ids, self._note = sampler, ids, note
+    def __init__(self, sampler: Sampler, ids: torch.Tensor) -> None:
+        self.sampler, self._ids = sampler, ids
         self._count = 0
         self.over = False
 
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that it chooses."""
+        return self.sampler.max_new_tokens
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended."""
+        return self.sampler.finish_reason
+
     def take(self, logits: torch.Tensor) -> int:
-        """Return the next token, and whether it is the last."""
-        token, self._ids = self._sampler.pick(self._ids, logits)
+        """Return the next token; `over` says whether it is the last."""
+        token, self._ids = self.sampler.pick(self._ids, logits)
         self._count += 1
-        self.over = self._sampler.done(self._ids, self._count)
-        self.over = self.over or self._count >= self._sampler.max_new_tokens
-        if self._note is not None:
-            self._note(token)
+        self.over = self.sampler.done(self._ids, self._count)
+        self.over = self.over or self._count >= self.max_new_tokens
         return token
-
-
-def decode(
-    sampler: Sampler,
-    ids: torch.Tensor,
-    logits: torch.Tensor,
-    step: Callable[[int], torch.Tensor],
-) -> Iterator[int]:
-    """Yield tokens one by one, each before the next step is computed."""
-    sequence = SequenceSampler(sampler, ids)
-    while True:
-        token = sequence.take(logits)
-        yield token
-        if sequence.over:
-            return
-        logits = step(token)
 
 
 def samples_of(model: PreTrainedModel, options: Options) -> int:

@@ -46,7 +46,7 @@ _KINDS: dict[type, str] = {
 }
 
 
-_GROWING = ("full", "cross", "none")  # kinds without a state of fixed size
+_GROWING = ("full", "sliding", "cross", "none")  # kinds without a state of fixed size
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,11 @@ def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
 
 
 class Lane:
-    """The memory of one running sequence. With `grows`, sliding layers hold all keys and values, so
-    that any prefix can be taken of them."""
+    """The memory of one running sequence. Layers with windows hold all keys and values, so that any
+    prefix can be taken of them."""
 
-    def __init__(
-        self, model: PreTrainedModel, shape: Shape, variant: str = "", grows: bool = False
-    ) -> None:
-        self.shape, self.variant, self.grows = shape, variant, grows
+    def __init__(self, model: PreTrainedModel, shape: Shape, variant: str = "") -> None:
+        self.shape, self.variant = shape, variant
         self._config = model.config
         self.cache = DynamicCache(config=model.config)
         for i, kind in enumerate(shape.kinds):
@@ -129,7 +127,7 @@ class Lane:
                 self.cache.layers[i] = LaneLayer()
             elif kind == "cross":
                 self.cache.layers[i] = CrossLayer()
-            elif kind == "sliding" and grows:
+            elif kind == "sliding":
                 self.cache.layers[i] = _window(model, i, self.cache.layers[i])
             elif kind == "linear":
                 self.cache.layers[i] = MixerLayer()

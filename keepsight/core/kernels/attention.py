@@ -101,6 +101,10 @@ class _BufferedKeys:
     keys: torch.Tensor
     values: torch.Tensor
     layers: Sequence[LaneBuffers]
+    edges: Edges | None  # the rows of each sequence, laid end to end; None for one alone
+
+
+Edges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +148,13 @@ def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
 class AttentionFunction(Protocol):
     """Computes attention in our passes."""
 
-    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
+    def note(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layers: Sequence[LaneBuffers],
+        edges: Edges | None = None,
+    ) -> None:
         """Note the buffers of the keys and values that the next attention call reads."""
 
     def __call__(
@@ -185,9 +195,15 @@ class Attention:
         self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
         self._pieces: dict[tuple[object, ...], tuple[torch.Tensor | None, list[_Piece]]] = {}
 
-    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[LaneBuffers]) -> None:
+    def note(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layers: Sequence[LaneBuffers],
+        edges: Edges | None = None,
+    ) -> None:
         """Note the buffers of the keys and values that the next attention call reads."""
-        self._held[id(keys)] = _BufferedKeys(keys, values, layers)
+        self._held[id(keys)] = _BufferedKeys(keys, values, layers, edges)
 
     def __call__(
         self,
@@ -209,16 +225,31 @@ class Attention:
                 f"attention of {heads[0]} heads of {heads[2]} depends on the number of rows"
             )
             filling = USUAL
-        rows, count = [], query.shape[-2]
-        for row, (keys, values, length, lane) in enumerate(self._rooms(key, value)):
+        held = self._held.get(id(key))
+        if held is not None and held.values is value and held.edges is not None:
+            rows = [
+                self._on_its_lane(query[:, :, start:stop], layer, scale, filling)
+                for layer, (start, stop) in zip(held.layers, held.edges, strict=True)
+            ]
+            return rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
+        count = query.shape[-2]
+        rows = []
+        for row, (keys, values, length) in enumerate(self._rooms(key, value, held)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
-            several = lane is not None and (count > 1 or lane.first_seen_by(0) is not None)
-            if lane is not None and several:  # the mask given is that of the longest lane
-                own = self._seen_in(lane, length, count)
-            sees_all = own is None and not causal and count > 1 and not several
+            sees_all = own is None and not causal and count > 1
             one = query[row : row + 1]
             rows.append(self._row(one, keys, values, length, own, sees_all, scale, filling))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _on_its_lane(
+        self, query: torch.Tensor, layer: LaneBuffers, scale: float | None, filling: RowPadding
+    ) -> torch.Tensor:
+        """The last tokens of one lane over all that they see of it."""
+        if layer.key_buffer is None or layer.value_buffer is None:
+            raise ValueError("attention over a lane that holds nothing yet")
+        seen = self._seen_in(layer, layer.length, query.shape[-2])
+        rooms = layer.key_buffer, layer.value_buffer, layer.length
+        return self._row(query, *rooms, seen, False, scale, filling)
 
     def _seen_in(self, lane: LaneBuffers, length: int, count: int) -> torch.Tensor | None:
         """What the last tokens of a lane see, where it is not all before them."""
@@ -234,22 +265,17 @@ class Attention:
         return self._seen[name]
 
     def _rooms(
-        self, key: torch.Tensor, value: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor, int, LaneBuffers | None]]:
-        """For each sequence: keys and values in whole blocks, their number, and its layer if there
-        are several sequences."""
-        held, found = self._held.get(id(key)), []
+        self, key: torch.Tensor, value: torch.Tensor, held: _BufferedKeys | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """For each sequence: keys and values in whole blocks, and their number."""
         if held is not None and held.values is value:
-            several = len(held.layers) > 1
-            for layer in held.layers:
-                if layer.key_buffer is not None and layer.value_buffer is not None:
-                    lane = layer if several else None
-                    found.append((layer.key_buffer, layer.value_buffer, layer.length, lane))
-            return found
+            layer = held.layers[0]
+            if layer.key_buffer is not None and layer.value_buffer is not None:
+                return [(layer.key_buffer, layer.value_buffer, layer.length)]
         length = key.shape[-2]
         more = (0, 0, 0, -length % BLOCK)
         key, value = functional.pad(key, more), functional.pad(value, more)
-        return [(key[i : i + 1], value[i : i + 1], length, None) for i in range(key.shape[0])]
+        return [(key[i : i + 1], value[i : i + 1], length) for i in range(key.shape[0])]
 
     def _row(
         self,
@@ -282,6 +308,56 @@ class Attention:
         if known is None or known[0] is not given:
             known = self._pieces[name] = given, _cut(view, group, dtype, step)
         return known[1]
+
+
+class LaneAttention:
+    """Torch's attention for sequences laid end to end, each over its own lane: to rounding."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _BufferedKeys] = {}
+
+    def note(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layers: Sequence[LaneBuffers],
+        edges: Edges | None = None,
+    ) -> None:
+        """Note the buffers of the keys and values that the next attention call reads."""
+        self._held[id(keys)] = _BufferedKeys(keys, values, layers, edges)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """`scaled_dot_product_attention` over sequences that each have their own buffers."""
+        held = self._held.get(id(key))
+        if held is None or held.edges is None:
+            return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
+        rows = []
+        for layer, (start, stop) in zip(held.layers, held.edges, strict=True):
+            if layer.key_buffer is None or layer.value_buffer is None:
+                raise ValueError("attention over a lane that holds nothing yet")
+            length, count = layer.length, stop - start
+            keys, values = (x[:, :, :length] for x in (layer.key_buffer, layer.value_buffer))
+            seen = None
+            if count > 1 or layer.first_seen_by(length - 1):
+                seen = seen_by_the_last(layer, length, count).to(query.device)
+            one = query[:, :, start:stop]
+            rows.append(_plain(one, keys, values, seen, scale=scale, enable_gqa=True))
+        return torch.cat(rows, dim=2)
+
+
+def seen_by_the_last(layer: LaneBuffers, length: int, count: int) -> torch.Tensor:
+    """Which keys of a lane its last tokens see."""
+    places, own = torch.arange(length), torch.arange(length - count, length)[:, None]
+    firsts = torch.tensor([layer.first_seen_by(int(place)) or 0 for place in own])[:, None]
+    return ((places >= firsts) & (places <= own))[None, None]
 
 
 # The mask given, whether all keys are seen without one, and the numbers of rows and of keys.

@@ -9,7 +9,7 @@ alike in a prompt, in any piece of it, and in decoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -82,17 +82,6 @@ class OpenSequence:
     def block(self) -> int:
         """The first row of the open block."""
         return self.count // BLOCK * BLOCK
-
-    def stays_open(self, count: int) -> bool:
-        """Whether this many new rows fit into the open block without ending its chunk."""
-        last = self.count + count - 1
-        return self._made and last + 1 < GRID and last // BLOCK * BLOCK == self.block
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor that it reads and writes."""
-        named = {"room": self._room, "keys": self._keys, "written": self._written}
-        return {"state": self.state, **named}
 
     def advance(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
@@ -181,32 +170,6 @@ class OpenSequence:
             self._keys.copy_(keys[-1])
             self._written.copy_(written)
         return found.transpose(1, 2).flatten(0, 1)[before:count], states
-
-
-class PlacedSequence(OpenSequence):
-    """A sequence that stays in one block; a tensor says which rows come next, so it can be
-    recorded."""
-
-    def __init__(
-        self,
-        heads: DeltaHeads,
-        tensors: Mapping[str, torch.Tensor],
-        start: int,
-        places: torch.Tensor,
-    ) -> None:
-        super().__init__(heads)
-        self.state, self._room = tensors["state"], tensors["room"]
-        self._keys, self._written = tensors["keys"], tensors["written"]
-        self._start, self._places = start, places
-
-    def advance(
-        self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
-    ) -> tuple[torch.Tensor, dict[int, GridState]]:
-        """What these rows read."""
-        self._room[self._start : self._start + BLOCK].index_copy_(0, self._places, rows)
-        asking = queries.new_zeros(BLOCK, queries.shape[1])
-        found, _ = self._read_block(self._start, asking.index_copy_(0, self._places, queries))
-        return found.index_select(1, self._places).transpose(0, 1), {}
 
 
 def _rows_of(rows: torch.Tensor, chunks: int, size: int, heads: int) -> torch.Tensor:

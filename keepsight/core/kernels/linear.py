@@ -156,6 +156,15 @@ class Linears:
         self._held = _NotCalledYet(known, input, pieces, copy)
         return found
 
+    def joined(self, layers: Sequence[torch.nn.Linear], rows: torch.Tensor) -> torch.Tensor | None:
+        """The results of layers that read the same rows, side by side, if they are packed so."""
+        known = self._packed().get(id(layers[0].weight))
+        if known is None or len(known.weights) != len(layers) or rows.dtype != known.dtype:
+            return None
+        if any(layer.weight is not w for layer, w in zip(layers, known.weights, strict=True)):
+            return None
+        return self._run(known, rows, known.weights[0], known.bias)
+
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
         """`functional.grouped_mm`: rows sorted by expert, each group times its own weights; zeros
         after the last group."""
@@ -220,6 +229,11 @@ class Packed:
             return weight is self.weights[0]
         pairs = zip(self.weights, self.layers, strict=True)
         return any(weight is one and bias is layer.bias for one, layer in pairs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights."""
+        return self.weights[0].dtype
 
     @property
     def has_guests(self) -> bool:

@@ -45,6 +45,9 @@ class MixerState(Protocol):
         """Replace these inputs."""
 
 
+StateRows = tuple[MixerState, int, int]  # a lane's state, and the rows of its tokens in a pass
+
+
 def convolve(
     state: MixerState, rows: torch.Tensor, layer: torch.nn.Conv1d
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
@@ -73,10 +76,11 @@ def convolve(
 # -- layers of Transformers -----------------------------------------------------------------------
 
 
-def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerState]) -> torch.Tensor:
+def _gated_delta(module: Layer, hidden: torch.Tensor, parts: Sequence[StateRows]) -> torch.Tensor:
     """A gated delta rule, with queries, keys and values from a convolution."""
     heads = DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
-    each = (*hidden.shape[:2], heads.values)
+    hidden = hidden[0]
+    each = (len(hidden), heads.values)
     mixed, gates = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
     rates = (
         in_whole_vectors(torch.sigmoid, module.in_proj_b(hidden).reshape(-1, 1)).view(each).float()
@@ -85,39 +89,39 @@ def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerStat
     steps = in_whole_vectors(functional.softplus, steps.reshape(-1, 1)).view(each)
     decays = -module.A_log.float().exp() * steps
     found = []
-    for row, state in enumerate(states):
-        inputs, last = convolve(state, mixed[row], module.conv1d)
+    for state, start, stop in parts:
+        inputs, last = convolve(state, mixed[start:stop], module.conv1d)
         inputs = in_whole_vectors(activation(module.activation), inputs).float()
         queries, rest = inputs.split([heads.parts[0], sum(heads.parts[:2])], dim=-1)
-        rows = torch.cat([rest, decays[row], rates[row]], dim=-1)
+        rows = torch.cat([rest, decays[start:stop], rates[start:stop]], dim=-1)
         read, at_ends = state.opened(heads).advance(queries, rows, state.ends)
         state.found = {end: (inputs_at, at_ends[end]) for end, inputs_at in last.items()}
         found.append(read.to(hidden.dtype))
     passes.note_mixer(heads)
     width = heads.value_width
     flat = in_whole_vectors(
-        module.norm, torch.stack(found).reshape(-1, width), gates.reshape(-1, width)
+        module.norm, torch.cat(found).reshape(-1, width), gates.reshape(-1, width)
     )
-    result: torch.Tensor = module.out_proj(flat.reshape(*each[:2], -1))
+    result: torch.Tensor = module.out_proj(flat.reshape(1, len(hidden), -1))
     return result
 
 
 def _short_convolution(
-    module: Layer, hidden: torch.Tensor, states: Sequence[MixerState]
+    module: Layer, hidden: torch.Tensor, parts: Sequence[StateRows]
 ) -> torch.Tensor:
     """A convolution between two gates."""
     before, behind, values = module.in_proj(hidden).chunk(3, dim=-1)
-    inputs, found = before * values, []
-    for row, state in enumerate(states):
-        out, last = convolve(state, inputs[row], module.conv)
+    inputs, found = (before * values)[0], []
+    for state, start, stop in parts:
+        out, last = convolve(state, inputs[start:stop], module.conv)
         state.found = {end: (inputs_at, None) for end, inputs_at in last.items()}
         found.append(out)
     passes.note_mixer(None)
-    result: torch.Tensor = module.out_proj(behind * torch.stack(found))
+    result: torch.Tensor = module.out_proj(behind * torch.cat(found)[None])
     return result
 
 
-_Ours = Callable[[Layer, torch.Tensor, Sequence[MixerState]], torch.Tensor]
+_Ours = Callable[[Layer, torch.Tensor, Sequence[StateRows]], torch.Tensor]
 _KNOWN: dict[str, _Ours] = {
     "transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
     "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,
@@ -179,7 +183,8 @@ def _is_upstreams(layer: Layer, ours: _Ours, state: MixerState) -> bool:
     width, generator = wide.out_proj.out_features, torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _TRIED, width, generator=generator)
     with without_notes():  # that its code is slow concerns nobody: ours runs in its place
-        found, wanted = ours(wide, hidden, [state]), wide(hidden_states=hidden)
+        found = ours(wide, hidden, [(state, 0, _TRIED)])
+        wanted = wide(hidden_states=hidden)
     return bool((found - wanted).abs().max() <= _OFF * wanted.abs().max())
 
 
@@ -202,13 +207,14 @@ def _put_before(stock: Callable[..., torch.Tensor], ours: _Ours) -> Callable[...
         if torch.compiler.is_compiling() or given or not passes.is_running():
             return stock(self, *given, **named)
         cache = next((named[name] for name in ("cache_params", NEW, OLD) if name in named), None)
-        states = getattr(cache.layers[self.layer_idx], "states", None) if cache else None
-        if states is None:
+        layer = cache.layers[self.layer_idx] if cache else None
+        parts = getattr(layer, "parts", None)
+        if parts is None:
             return stock(self, **named)
         hidden, mask = named["hidden_states"], named.get("attention_mask")
         if mask is not None:
             hidden = (hidden * mask[:, -hidden.shape[1] :, None]).to(hidden.dtype)
         with passes.inside():
-            return ours(self, hidden, states)
+            return ours(self, hidden, parts(hidden.shape[1]))
 
     return forward

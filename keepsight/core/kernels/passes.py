@@ -21,7 +21,6 @@ from keepsight.core.kernels import attention
 from keepsight.core.kernels.delta import DeltaHeads
 from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Linears
-from keepsight.core.kernels.script import RecordedStep, StepSize
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
@@ -43,27 +42,33 @@ class Kernels:
     query_rows: attention.QueryRows = field(default_factory=attention.QueryRows)
     doubts: list[str] = field(default_factory=list)  # what was met without a trial
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
-    steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
-    joins: bool | None = None  # whether prompts may share a pass; None before the trial
+    whole_layers: bool = False  # layers run without their modules: shown to give equal bits
     in_graphs: bool = False  # of another runtime: torch functions stay
     ready: Callable[[], None] = _no_preparation  # called before each pass
-    warming_up: bool = False  # steps are recorded as soon as they can be: nobody waits for them
 
 
 @contextmanager
-def running(
-    kernels: Kernels | None, recorded: attention.AttentionFunction | None = None
-) -> Iterator[None]:
-    """Use these kernels for everything this thread computes meanwhile; None for torch's own. A
-    recording replaces the attention."""
+def running(kernels: Kernels | None) -> Iterator[None]:
+    """Use these kernels for everything this thread computes meanwhile; None for torch's own."""
     if kernels is None or kernels.in_graphs:
         yield
         return
     kernels.ready()
-    before = vars(_here).get("call")
     kernels.mixers.clear()
-    own = recorded or attention.Attention(kernels.query_rows, kernels.doubts)
-    _here.call = _Pass(kernels, own)
+    with _pass(_Pass(attention.Attention(kernels.query_rows, kernels.doubts), kernels)):
+        yield
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """Let sequences laid end to end attend to their own lanes, with torch's kernels."""
+    with _pass(_Pass(attention.LaneAttention(), None)):
+        yield
+
+
+@contextmanager
+def _pass(call: _Pass) -> Iterator[None]:
+    before, _here.call = vars(_here).get("call"), call
     try:
         yield
     finally:
@@ -72,10 +77,10 @@ def running(
 
 @dataclass
 class _Pass:
-    """One pass: its kernels, and what its attention layers share."""
+    """One pass: what its attention layers share, and its kernels; None for torch's own."""
 
-    kernels: Kernels
     attention: attention.AttentionFunction
+    kernels: Kernels | None
     inside: bool = False  # one of our kernels is running
 
 
@@ -93,9 +98,15 @@ def is_inside() -> bool:
     return call is not None and call.inside
 
 
+def _with_kernels() -> Kernels | None:
+    """The kernels of this thread's pass; None outside, and in one with torch's own."""
+    call = None if torch.compiler.is_compiling() else _call()
+    return None if call is None else call.kernels
+
+
 def is_running() -> bool:
-    """Whether this thread is in one of our passes."""
-    return _call() is not None
+    """Whether this thread computes with our kernels."""
+    return _with_kernels() is not None
 
 
 @contextmanager
@@ -114,15 +125,31 @@ def inside() -> Iterator[None]:
 
 def note_mixer(heads: DeltaHeads | None) -> None:
     """Note that a layer of fixed-size state was computed: a delta rule, or only a convolution."""
-    call = _call()
-    if call is not None:
-        call.kernels.mixers.append(heads)
+    kernels = _with_kernels()
+    if kernels is not None:
+        kernels.mixers.append(heads)
 
 
 def attention_here() -> attention.AttentionFunction | None:
     """The attention of the running pass, in which a layer notes its buffers; None outside."""
     call = _call()
     return None if call is None else call.attention
+
+
+def for_whole_layers() -> Linears | None:
+    """The linear layers of this pass, if layers run without their modules in it."""
+    kernels = _with_kernels()
+    return kernels.linears if kernels is not None and kernels.whole_layers else None
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of the running pass over what was just written to its lanes."""
+    call = _call()
+    if call is None:
+        raise RuntimeError("attention over lanes outside of a pass")
+    return call.attention(query, key, value, None, False, scale)
 
 
 def _linear(
@@ -137,12 +164,13 @@ def _linear(
 def _ours_or_stock_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    call = None if torch.compiler.is_compiling() else _call()
-    if call is None:
+    kernels = _with_kernels()
+    if kernels is None:
         return _stock_linear(input, weight, bias)
+    call = _here.call
     before, call.inside = call.inside, True
     try:
-        return call.kernels.linears(input, weight, bias)
+        return kernels.linears(input, weight, bias)
     finally:
         call.inside = before
 
@@ -159,15 +187,14 @@ def _sigmoid_by_name(input: torch.Tensor) -> torch.Tensor:
 
 
 def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    call = None if torch.compiler.is_compiling() or out is not None else _call()
-    if call is None:
+    if out is not None or not is_running():
         return _stock_sigmoid(input, out=out)
     return _elementwise(_stock_sigmoid, input)
 
 
 def _sigmoid_of(self: torch.Tensor) -> torch.Tensor:
     """The method that routers call: `logits.sigmoid()`."""
-    if torch.compiler.is_compiling() or _call() is None:
+    if not is_running():
         return _stock_sigmoid_of(self)
     return _elementwise(_stock_sigmoid_of, self)
 
@@ -180,7 +207,7 @@ def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
 
 
 def _ours_or_stock_silu(input: torch.Tensor, inplace: bool) -> torch.Tensor:
-    if torch.compiler.is_compiling() or inplace or _call() is None:
+    if inplace or not is_running():
         return _stock_silu(input, inplace)
     return _elementwise(_stock_silu, input)
 
@@ -200,12 +227,12 @@ def _grouped(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    call = None if torch.compiler.is_compiling() else _call()
+    kernels = _with_kernels()
     plain = bias is None and out_dtype is None and mat_a.dim() == 2 and mat_b.dim() == 3
-    if call is None or offs is None or not plain:
+    if kernels is None or offs is None or not plain:
         return _stock_grouped(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     with inside():
-        return call.kernels.linears.grouped(mat_a, mat_b, offs.tolist())
+        return kernels.linears.grouped(mat_a, mat_b, offs.tolist())
 
 
 def _attention(

@@ -50,7 +50,7 @@ def with_features(
     """
     refuse_unfit(runtime.family, given)
     check_dense(given)
-    runtime.refresh(True, tenant)
+    runtime.refresh(tenant)
     family, vision = runtime.family, runtime.vision_of(tenant)
     tensors, ids = pixels_in(family, given), cast("torch.Tensor", given["input_ids"])
     rows = _rows(ids, given.get("attention_mask"))

@@ -8,18 +8,16 @@ name, because a path does not carry them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from keepsight.core.decoding.lane_batch import batch_of
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.core.decoding.sampling import known_options, samples_of, seed_of
 from keepsight.core.runtime import Runtime
+from keepsight.core.sequence import Sequence as Answer
 from keepsight.core.stock.embedded import ids_behind
-from keepsight.core.turn import Turn
 from keepsight.errors import (
     InputError,
     KeepsightError,
@@ -54,7 +52,7 @@ _OF_OTHER_MEDIA = (
     "feature_attention_mask",
 )
 _GRID = "image_grid_thw"
-_OWN = ("exact", "streamer", "return_dict_in_generate")
+_OWN = ("streamer", "return_dict_in_generate")
 
 
 @dataclass
@@ -70,21 +68,12 @@ class Generated:
 
 
 @dataclass
-class _Row:
-    """One finished row: its new tokens and its measurements."""
-
-    tokens: list[int]
-    turn: Turn
-
-
-@dataclass
 class GenerateRequest:
     """One call, checked and taken apart; nothing is computed yet."""
 
     ids: torch.Tensor  # one row per answer
     prompts: list[Prompt]
     options: Options  # decoding options, per row
-    exact: bool
     streamer: BaseStreamer | None
     as_dict: bool
     tenant: str
@@ -94,7 +83,7 @@ class GenerateRequest:
 def generate(
     runtime: Runtime, inputs: torch.Tensor | None, options: Options, tenant: str = ""
 ) -> torch.Tensor | Generated:
-    """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
+    """`model.generate` for a batch of prompts, computed together."""
     return run(runtime, request(runtime, inputs, options, tenant))
 
 
@@ -111,7 +100,6 @@ def request(
                 "input_ids and inputs_embeds are two forms of one prompt; give one of them"
             )
         tensors["input_ids"] = ids_behind(runtime.family, embeddings)
-    exact = bool(options.pop("exact", True))
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
     if as_dict is None:
@@ -121,7 +109,7 @@ def request(
     ids = _check_ids(runtime, tensors)
     mask = _check_mask(tensors.get("attention_mask"), ids)
     with runtime.lock:
-        runtime.refresh(exact, tenant)
+        runtime.refresh(tenant)
         prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, mask)
     count = samples_of(runtime.model, options)
     if count > 1:  # per prompt; its first sample prefills it for the others
@@ -130,7 +118,7 @@ def request(
     if streamer is not None and len(ids) > 1:
         raise InputError("a streamer takes one prompt at a time, as in Transformers")
     return GenerateRequest(
-        ids, prompts, options, exact, streamer, bool(as_dict), tenant, embeddings is not None
+        ids, prompts, options, streamer, bool(as_dict), tenant, embeddings is not None
     )
 
 
@@ -139,19 +127,22 @@ def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
     ids, streamer = asked.ids, asked.streamer
     if streamer is not None and not asked.embedded:
         streamer.put(ids.cpu())
-    turns = []
+    answers = []
     for row, prompt in enumerate(asked.prompts):
         options = dict(asked.options)
         if options.get("seed") is not None:
             same = sum(prompt is other for other in asked.prompts[:row])
             options["seed"] = seed_of(options["seed"], same)  # samples of one prompt must differ
-        render = partial(_same, prompt)
-        turns.append(Turn(runtime, render, options, asked.exact, _TOKENS, asked.tenant))
-    rows = _run(runtime, turns, streamer)
+        answers.append(Answer(prompt, asked.tenant, options, _TOKENS))
     if streamer is not None:
+        for piece in runtime.engine.answer(answers[0]):
+            if piece.token is not None:
+                streamer.put(torch.tensor([piece.token]))
         streamer.end()
-    sequences = _join(ids[:, :0] if asked.embedded else ids, rows, runtime)
-    return _as_dict(sequences, rows) if asked.as_dict else sequences
+    else:
+        runtime.engine.run(answers)
+    sequences = _join(ids[:, :0] if asked.embedded else ids, answers)
+    return _as_dict(sequences, answers) if asked.as_dict else sequences
 
 
 def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tuple[Record, Record]:
@@ -331,69 +322,25 @@ def _check_claims(
             raise UnsupportedInput("position_ids differ from those of this prompt; leave them out")
 
 
-def _run(runtime: Runtime, turns: list[Turn], streamer: BaseStreamer | None) -> list[_Row]:
-    if len(turns) > 1:
-        return _run_together(runtime, turns)
-    tokens = []
-    for token in turns[0].tokens():
-        tokens.append(token)
-        if streamer is not None:
-            streamer.put(torch.tensor([token]))
-    return [_Row(tokens, turns[0])]
-
-
-def _same(prompt: Prompt) -> Prompt:
-    return prompt
-
-
-def _run_together(runtime: Runtime, turns: list[Turn]) -> list[_Row]:
-    try:
-        runs = [turn.ready() for turn in turns]
-        logits = torch.cat([run.logits for run in runs if run.logits is not None])
-        room = max(turn.sampler.max_new_tokens for turn in turns if turn.sampler is not None)
-        with runtime.lock:
-            for some in _side_by_side(runtime, len(turns)):
-                batch = batch_of(runtime.model, runtime.family, runs[some], min(room, 4096))
-                samplers = [turn.sequence_sampler() for turn in turns[some]]
-                runtime.engine.decode_steps += batch.decode(samplers, logits[some])
-        for turn in turns:
-            turn.keep_decoded()
-        return [_Row(turn.generated, turn) for turn in turns]
-    finally:
-        for turn in turns:
-            turn.finish()
-
-
-def _side_by_side(runtime: Runtime, count: int) -> list[slice]:
-    """Which rows decode together: all, or each alone if padding would change a row."""
-    if runtime.family.decodes_together:
-        return [slice(0, count)]
-    return [slice(row, row + 1) for row in range(count)]
-
-
-def _join(ids: torch.Tensor, rows: list[_Row], runtime: Runtime) -> torch.Tensor:
+def _join(ids: torch.Tensor, answers: list[Answer]) -> torch.Tensor:
     """Prompts and answers in one rectangle; shorter answers are padded as Transformers pads
     them."""
-    longest = max(len(row.tokens) for row in rows)
-    fill = padding_of(rows[0].turn.sampler.config) if rows[0].turn.sampler else 0
-    answers = [row.tokens + [fill] * (longest - len(row.tokens)) for row in rows]
-    return torch.cat([ids, torch.tensor(answers, dtype=ids.dtype, device=ids.device)], dim=1)
+    longest = max(len(one.generated) for one in answers)
+    first = answers[0].sampler
+    fill = padding_of(first.sampler.config) if first is not None else 0
+    rows = [one.generated + [fill] * (longest - len(one.generated)) for one in answers]
+    return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
 
 
-def _as_dict(sequences: torch.Tensor, rows: list[_Row]) -> Generated:
-    reports = [row.turn.report() for row in rows]
-    usages = [row.turn.usage() for row in rows]
+def _as_dict(sequences: torch.Tensor, answers: list[Answer]) -> Generated:
+    reports = [one.report() for one in answers]
+    usages = [one.usage() for one in answers]
     total = Usage(
         *(sum(values) for values in zip(*(vars(u).values() for u in usages), strict=True))
     )
-    return Generated(
-        sequences,
-        total,
-        reports[0],
-        reports,
-        _stack([row.turn.sampler.logits for row in rows if row.turn.sampler]),
-        _stack([row.turn.sampler.scores for row in rows if row.turn.sampler]),
-    )
+    samplers = [one.sampler.sampler for one in answers if one.sampler is not None]
+    logits, scores = _stack([s.logits for s in samplers]), _stack([s.scores for s in samplers])
+    return Generated(sequences, total, reports[0], reports, logits, scores)
 
 
 def _stack(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...] | None:

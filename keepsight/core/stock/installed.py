@@ -48,7 +48,7 @@ _STOCK_ONLY: dict[str, tuple[object, ...]] = {
 # With these a call of stock code has its own layout of the prompt.
 _AS_PIXELS = ("custom_generate", "inputs_embeds", OLD, NEW, "mm_encoder_outputs")
 _CALLERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-_OURS = ("exact", "seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
+_OURS = ("seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
 _Ref = weakref.ReferenceType["InstalledGenerate"]
 _OF: weakref.WeakKeyDictionary[PreTrainedModel, _Ref] = weakref.WeakKeyDictionary()
 _NO_CACHE = "past_key_values are not returned: Keepsight keeps its own"

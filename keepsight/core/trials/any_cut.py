@@ -11,7 +11,6 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Protocol
@@ -21,12 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import digests
-from keepsight.core.decoding.drafts import GUESSES
-from keepsight.core.decoding.lane_batch import LaneBatch
+from keepsight.core.decoding.forward import Decoder, ordinary_ids
 from keepsight.core.decoding.lane_mixer import MixerLayer
-from keepsight.core.decoding.recorded_steps import SETTLED
-from keepsight.core.engine import Engine, Run
-from keepsight.core.kernels import mixers
+from keepsight.core.kernels import layers, mixers
 from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.few_rows import fewest_rows
@@ -37,14 +33,19 @@ from keepsight.core.settings import RuntimeSettings
 from keepsight.core.tolerance import NEAR
 from keepsight.core.trials import doubtful, findings
 from keepsight.core.trials.findings import Finding, Rules
-from keepsight.core.trials.graph_trial import GraphTrial, equal, states_of, tokens_of
-from keepsight.core.trials.scratch_runs import ScratchRuns
+from keepsight.core.trials.graph_trial import (
+    GraphTrial,
+    ScratchRun,
+    equal,
+    states_of,
+    together,
+    tokens_of,
+)
 from keepsight.kinds import Record
 from keepsight.models.families import Family
 from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
 from keepsight.models.weights import Weights
-from keepsight.prefix.prompt import Rule
 from keepsight.store.contract import Store
 
 TOKENS = 46  # tokens of the test prompt
@@ -52,14 +53,11 @@ CUTS = (1, 4, 9, 24, 45)  # where the test prompt is cut
 _TOKENS_ON_A_GRID = 145  # tokens of the test prompt where layers compute in chunks
 _CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
 _ALIKE = 0.3  # of the logits' norm: no more than rounding does by choosing other experts
-_APART, _LONGEST = 16, 512  # tokens of a snapshot if any cut is exact
-_CHOSEN = "the caller chose boundaries, with grain="
 _OTHER_BITS = "the whole model gives other bits"
 _NOT_KNOWN = "its linear layers are not those known by their class name"
 # Layers whose keys a lane can hold completely, and layers whose states are computed on a grid.
 _AS_EXPORTED = ("exported graphs",)
 _SHOWN = ("full", "sliding", "none", "linear")
-_TOGETHER = 8  # sequences of a step that is recorded while warming up
 _MOST = 8  # environments whose findings are kept
 
 
@@ -77,38 +75,26 @@ class AnyCut:
         self,
         model: PreTrainedModel,
         family: Family,
-        engine: Engine,
+        decoder: Decoder,
         weights: Weights,
         settings: RuntimeSettings,
         owned: bool,
         store: Store | None = None,
     ) -> None:
         mixers.begin(model)
+        layers.begin(model)
         self._store = store
-        self._model, self._family, self._engine = model, family, engine
-        self._scratch = ScratchRuns(model, family, engine)
+        self._model, self._family, self._decoder = model, family, decoder
         self._weights = weights
         self._is_narrow = is_narrow(model)  # once, because it walks over all modules
-        # A caller who names a grain wants boundaries.
-        self.asked = settings.grain is None and not family.packages_only
-        self.before = Finding(None, "" if self.asked else _CHOSEN)
+        self.before = Finding(None)
         pack = owned if settings.pack == "auto" else bool(settings.pack)
-        self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")
+        self.packing = Packing(pack and not family.packages_only, sparing=settings.pack == "auto")
         self._may_pack = settings.pack is not True and bool(kernels_for(model.dtype))
         weights.on_forget = self.packing.forget
         self._graphs: Graphs | None = getattr(model, "exported", None)
         self._found: dict[str, Finding] = {}
         self._packed_for = self._shapes = ""
-
-    def rule(self, boundaries: Rule, environment: Record, engine: Engine) -> tuple[Rule, Finding]:
-        """Return the rule for cutting prompts now, and the finding it rests on. The engine gets the
-        kernels that were found."""
-        found = self.find(environment)
-        engine.lanes.grows, engine.kernels = found.kernels is not None, found.kernels
-        if found.kernels is None:
-            return boundaries, found
-        rule = replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST)
-        return replace(rule, states=self._engine.shape.has_states), found
 
     def find(self, environment: Record) -> Finding:
         """Return the finding for this environment; try only once per environment."""
@@ -123,7 +109,6 @@ class AnyCut:
             self._remember_rules(self._name(environment), here)
             self.packing.follow(self._groups(), here)
             self._packed_for = weights.all
-            self.forget_steps()
         name = self._name(environment)
         if name not in self._found:
             while len(self._found) >= _MOST:
@@ -145,62 +130,13 @@ class AnyCut:
         threads, may have packed between two steps of an answer."""
         if self.packing.wanted and self.packing.tried_in != environment:
             self.packing.follow(self._groups(), environment)
-            self.forget_steps()
-
-    def forget_steps(self) -> None:
-        """Record steps again: old recordings read dropped copies, or miss new ones."""
-        for known in self._found.values():
-            if known.kernels is not None:
-                known.kernels.steps.clear()
-
-    def warm_up(self) -> None:
-        """Record decoded steps before anyone waits for one: of one token, where tokens are guessed
-        of as many as a pass checks, and of eight sequences together."""
-        kernels = self._engine.kernels
-        if kernels is None or kernels.in_graphs:
-            return
-        ids = self._scratch.ids(2)
-        run = self._scratch.begin(kernels, ids)
-        sizes = [1] * GRID  # a list for each block of the grid
-        if not self._on_a_grid:
-            sizes = [
-                size for size in (1, *(guessed + 1 for guessed in GUESSES)) for _ in range(SETTLED)
-            ]
-        kernels.warming_up = True
-        try:
-            with quiet(self._model), self._scratch.uncounted():
-                self._engine.chunk(run, 0, len(ids), [])
-                for size in sizes:
-                    self._engine.forward(run, [int(ids[0])] * size)
-                # In a model whose steps take long, none is recorded.
-                if any(step.run is not None for step in kernels.steps.values()):
-                    self._step_together(kernels, ids)
-        finally:
-            kernels.warming_up = False
-
-    def _step_together(self, kernels: Kernels, ids: np.ndarray) -> None:
-        """Steps of several sequences, enough of them to be recorded."""
-        if self._on_a_grid or not self._family.decodes_together:
-            return
-        runs = [self._scratch.begin(kernels, ids) for _ in range(_TOGETHER)]
-        for run in runs:
-            self._engine.chunk(run, 0, len(ids), [])
-        batch = LaneBatch(self._model, self._family, runs)
-        for _ in range(SETTLED):
-            batch.step([int(ids[0])] * _TOGETHER)
 
     def stats(self) -> Record:
-        """Bytes of packed copies, the fewest rows of their calls, and the number of decoded steps
-        that ran as a recorded list since the model last changed."""
-        # Copy both: another thread may be adding to them.
+        """Bytes of packed copies, and the fewest rows of their calls."""
+        # Copied: another thread may be adding to them.
         kernels = [known.kernels for known in list(self._found.values()) if known.kernels]
-        ran = sum(step.ran for one in kernels for step in list(one.steps.values()))
         few = max((one.linears.few for one in kernels), default=1)
-        return {
-            "packed_bytes": self.packing.nbytes,
-            "fewest_rows": few,
-            "recorded_steps": ran,
-        }
+        return {"packed_bytes": self.packing.nbytes, "fewest_rows": few}
 
     def _name(self, environment: Record) -> str:
         """The name of a finding: everything it depends on except the machine."""
@@ -248,7 +184,7 @@ class AnyCut:
 
     def _why_not(self, environment: Record) -> str:
         """The reason that excludes any cut without a trial, or an empty text."""
-        model, shape = self._model, self._engine.shape
+        model, shape = self._model, self._decoder.shape
         kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
         if self._graphs is not None and self._graphs.boundaries_because:
             return self._graphs.boundaries_because
@@ -283,7 +219,7 @@ class AnyCut:
     def _try(self, tried: Rules) -> Finding:
         linears = Linears(lambda: self.packing.packed, tried)
         linears.is_watched = True
-        windows = "sliding" in self._engine.shape.kinds
+        windows = "sliding" in self._decoder.shape.kinds
         kernels = Kernels(linears, QueryRows(windows), in_graphs=self._graphs is not None)
         try:
             with quiet(self._model):
@@ -299,7 +235,7 @@ class AnyCut:
                 names += sorted(f"{heads}: {how}" for heads, how in fillings if how != USUAL)
                 if fillings:
                     names.append(KEYS_READ)
-                if self._engine.shape.has_states:
+                if self._decoder.shape.has_states:
                     names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
                 return Finding(kernels, "", tuple(names))
         except Exception as error:  # a foreign model may raise anything
@@ -316,15 +252,16 @@ class AnyCut:
 
     def _trial(self, kernels: Kernels) -> GraphTrial:
         count = tokens_of(0 if self._graphs is None else self._graphs.decoder_bytes)
+        ids = ordinary_ids(self._model, self._family, count)
+        return GraphTrial(lambda ids: self._new(ids, kernels), ids)
 
-        def begin(ids: np.ndarray) -> Run:
-            return self._scratch.begin(kernels, ids)
-
-        return GraphTrial(self._model, self._family, self._engine, begin, self._scratch.ids(count))
+    def _new(self, ids: np.ndarray, kernels: Kernels | None = None) -> ScratchRun:
+        return ScratchRun(self._model, self._family, self._decoder, ids, kernels)
 
     def _fails(self, kernels: Kernels) -> str:
         """What shows that bits depend on more than earlier tokens; empty if nothing does."""
-        ids = self._scratch.ids(_TOKENS_ON_A_GRID if self._on_a_grid else TOKENS)
+        count = _TOKENS_ON_A_GRID if self._on_a_grid else TOKENS
+        ids = ordinary_ids(self._model, self._family, count)
         others: set[str] = set()
         with doubtful.noted_in(others, len(ids)):
             wanted = self._states(kernels, ids, ())
@@ -334,6 +271,9 @@ class AnyCut:
             return doubts[0]
         if not kernels.query_rows.fillings:
             return "its attention is computed by its own functions"
+        kernels.whole_layers = layers.are_in(self._model)
+        if kernels.whole_layers:
+            kernels.whole_layers = equal(wanted, self._states(kernels, ids, ()))
         if why := self._mixers_fail(kernels):
             return why
         if why := self._unlike_stock(wanted[-1].float(), ids):
@@ -346,7 +286,7 @@ class AnyCut:
 
     @property
     def _on_a_grid(self) -> bool:
-        return self._engine.shape.has_states
+        return self._decoder.shape.has_states
 
     @property
     def _cuts(self) -> tuple[int, ...]:
@@ -354,7 +294,7 @@ class AnyCut:
 
     def _mixers_fail(self, kernels: Kernels) -> str:
         """What is wrong with fixed-size layers of the last pass; empty if nothing is."""
-        count, met = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
+        count, met = self._decoder.shape.kinds.count("linear"), list(kernels.mixers)
         if len(met) != count:
             return "it has linear layers computed by their own functions"
         for heads in {heads for heads in met if heads is not None}:
@@ -378,23 +318,19 @@ class AnyCut:
         self, kernels: Kernels | None, ids: np.ndarray, cuts: Sequence[int]
     ) -> list[torch.Tensor]:
         """Keys, values, states and logits of a prompt computed in the given pieces."""
-        run, engine = self._scratch.begin(kernels, ids), self._engine
-        logits = None
-        with self._scratch.uncounted():
-            for start, stop in pairwise([0, *cuts, len(ids)]):
-                logits = engine.chunk(run, start, stop, [])
-        return [*states_of(run.lane), *([] if logits is None else [logits])]
+        run, logits = self._new(ids, kernels), torch.empty(0)
+        for start, stop in pairwise([0, *cuts, len(ids)]):
+            logits = run.go_on(stop - start)
+        return [*states_of(run.lane), logits[-1:]]
 
     def _equal_beside_others(
         self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
     ) -> bool:
-        """Whether the last tokens get the same states when decoded beside other sequences."""
-        engine, first = self._engine, len(ids) - 2
-        runs = [self._scratch.begin(kernels, ids[:count]) for count in (first, 5)]
-        with self._scratch.uncounted():
-            for run in runs:
-                engine.chunk(run, 0, len(run.prompt), [])
-        batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)
-        for token in ids[first:]:
-            logits = batch.step([int(token)] * len(runs))
-        return equal(wanted, [*states_of(runs[0].lane), logits[:1]])
+        """Whether tokens get the same states when read and decoded beside other sequences."""
+        if not self._family.decodes_together:
+            return True
+        first, other = self._new(ids, kernels), self._new(ids, kernels)
+        logits = together([first, other], [len(ids) - 2, 5])
+        for _ in range(2):
+            logits = together([first, other], [1, 1])
+        return equal(wanted, [*states_of(first.lane), logits[0][-1:]])

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.core.decoding.lane_batch import LaneBatch
+from keepsight.core.decoding.forward import Decoder, Segment
 from keepsight.core.decoding.state import Lane
-from keepsight.core.engine import Engine, Run
+from keepsight.core.kernels.passes import Kernels
 from keepsight.models.families import Family
+from keepsight.prefix.prompt import Prompt
 
 # Sizes of the pieces: each row count at which kernels are known to differ.
 _PIECES = (*range(1, 18), 31, 33)
@@ -35,19 +36,44 @@ def tokens_of(decoder_bytes: int) -> int:
     return sum(_CUT[decoder_bytes <= _LIGHT])
 
 
-class GraphTrial:
-    """The graphs of one model, and their results for one prompt."""
+class ScratchRun:
+    """A prompt on a lane of its own, which nobody asked about."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         family: Family,
-        engine: Engine,
-        begin: Callable[[np.ndarray], Run],
+        decoder: Decoder,
         ids: np.ndarray,
+        kernels: Kernels | None,
     ) -> None:
-        self._model, self._family, self._engine = model, family, engine
-        self._begin, self._ids = begin, ids
+        self.decoder, self.ids, self.kernels = decoder, ids, kernels
+        self.lane = Lane(model, decoder.shape)
+        self._positions = family.positions(ids, np.zeros(len(ids), dtype=np.int8), [])
+
+    def next(self, count: int) -> Segment:
+        """The next tokens as a segment; the logits of each are wanted."""
+        some = slice(self.lane.length, self.lane.length + count)
+        prompt, positions = Prompt(self.ids), self._positions[..., some]
+        return Segment(self.lane, prompt, self.ids[some], positions, count)
+
+    def go_on(self, count: int) -> torch.Tensor:
+        """Compute the next tokens; return their logits."""
+        return together([self], [count])[0]
+
+
+def together(runs: Sequence[ScratchRun], counts: Sequence[int]) -> list[torch.Tensor]:
+    """Compute the next tokens of several in one pass; return their logits."""
+    segments = [run.next(count) for run, count in zip(runs, counts, strict=True)]
+    found = runs[0].decoder.forward(segments, runs[0].kernels)
+    return [rows for rows in found if rows is not None]
+
+
+class GraphTrial:
+    """The graphs of one model, and their results for one prompt."""
+
+    def __init__(self, new: Callable[[np.ndarray], ScratchRun], ids: np.ndarray) -> None:
+        self._new, self._ids = new, ids
 
     def fails(self) -> str:
         """What shows that bits depend on more than earlier tokens; empty if nothing does."""
@@ -66,25 +92,23 @@ class GraphTrial:
         few = self._ids[: sum(_AGAIN)]
         return equal(self._ran(few, [len(few)])[1], self._ran(few, _AGAIN)[1])
 
-    def _ran(self, ids: np.ndarray, pieces: Sequence[int]) -> tuple[Run, list[torch.Tensor]]:
+    def _ran(self, ids: np.ndarray, pieces: Sequence[int]) -> tuple[ScratchRun, list[torch.Tensor]]:
         """Logits, keys, values and states of a prompt computed in the given pieces."""
-        run, logits, start = self._begin(ids), [], 0
-        run.next_positions = run.positions[..., :1]
-        for count in pieces:
-            logits.append(self._engine.forward(run, ids[start : start + count].tolist()))
-            start += count
-        self._engine.decode_steps -= len(pieces)
+        run = self._new(ids)
+        logits = [run.go_on(count) for count in pieces]
         return run, [torch.cat(logits), *states_of(run.lane)]
 
-    def _equal_beside_others(self, whole: Run, logits: torch.Tensor) -> bool:
+    def _equal_beside_others(self, whole: ScratchRun, logits: torch.Tensor) -> bool:
         """Whether the last tokens get the same states when decoded beside other sequences."""
         ids = self._ids
-        lengths = [len(ids) - _BESIDE, 5, 37]
-        runs = [self._ran(ids[:count], [count])[0] for count in lengths]
-        batch = LaneBatch(self._model, self._family, runs)
-        for place in range(_BESIDE):
-            at = [length + place for length in lengths]
-            if not torch.equal(batch.step(ids[at].tolist()), logits[at]):
+        runs = [self._new(ids) for _ in range(3)]
+        places = [len(ids) - _BESIDE, 5, 37]
+        for run, place in zip(runs, places, strict=True):
+            run.go_on(place)
+        for step in range(_BESIDE):
+            found = together(runs, [1] * len(runs))
+            at = [place + step for place in places]
+            if not torch.equal(torch.cat(found), logits[at]):
                 return False
         short = [equal(_keys(run.lane), _keys(whole.lane, run.lane.length)) for run in runs]
         return all(short) and equal(states_of(runs[0].lane), states_of(whole.lane))

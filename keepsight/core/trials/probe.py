@@ -14,7 +14,6 @@ give more.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from PIL import Image
 
 from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
+from keepsight.core.sequence import Sequence as Answer
 from keepsight.core.settings import RuntimeSettings
 from keepsight.core.stock.generate import Generated, generate
 from keepsight.core.tolerance import NEAR
-from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.kinds import Inputs, Processor, Record
 from keepsight.media.medium import Medium
@@ -285,9 +284,9 @@ def _near(model: PreTrainedModel) -> float:
 def _runtime(
     model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
 ) -> Runtime:
-    """An empty runtime with a boundary at every few tokens."""
-    runtime = Runtime(model, family, processor, weights, RuntimeSettings(grain=1), None)
-    runtime.rule = dataclasses.replace(runtime.rule, run=_RUN)
+    """An empty runtime that cuts prompts at every few tokens."""
+    runtime = Runtime(model, family, processor, weights, RuntimeSettings(), None)
+    runtime.engine.longest_pass = _RUN
     return runtime
 
 
@@ -375,7 +374,6 @@ def _namer(runtime: Runtime) -> Callable[[object, str], Medium]:
 
 def _answer(runtime: Runtime, prompt: Prompt) -> tuple[torch.Tensor, ...]:
     """The logits of each step of an answer to a prompt."""
-    turn = Turn(runtime, lambda: prompt, dict(_OPTIONS), True, _TOKENS)
-    for _ in turn.tokens():
-        continue
-    return tuple(turn.sampler.logits) if turn.sampler is not None else ()
+    answer = Answer(prompt, "", dict(_OPTIONS), _TOKENS)
+    runtime.engine.run([answer])
+    return tuple(answer.sampler.sampler.logits) if answer.sampler is not None else ()

@@ -21,7 +21,7 @@ _TOKENS = 4
 
 def deviation(vlm: VLM, folder: Path) -> Record:
     """The deviation of features and logits, relative to their scale, and how many tokens agree."""
-    exported = load(str(folder), grain=vlm.runtime.rule.grain, store="", remote="")
+    exported = load(str(folder), store="", remote="")
     features, logits, same, count = 0.0, 0.0, 0, 0
     with exported:
         for images in _pictures():

@@ -18,7 +18,7 @@ from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket, Together
-from keepsight.server.api.output_parser import OutputParser, OutputPiece, spoken_message
+from keepsight.server.api.output_parser import OutputParser, OutputPiece
 from keepsight.server.api.sampling import Recorder, Sampling, TokenLogprob
 from keepsight.server.limits.threads import Threads, is_large
 from keepsight.server.limits.turns import ThreadsInTurn, account
@@ -53,13 +53,6 @@ class AnswerRequest:
         """The options that decide the prompt."""
         options: Options = {} if self.tools is None else {"tools": self.tools}
         return {**options, "template_kwargs": self.template} if self.template else options
-
-    def follow(self, text: str) -> Record | None:
-        """The message that an answer becomes when its client sends it back."""
-        if self.choices > 1 or self.continued:  # what is sent back is unknown
-            return None
-        speech = OutputParser(self.thinking, self.thinks, self.tools is not None)
-        return spoken_message(speech, text, 1 if self.one_call else None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,6 @@ class SchedulerClient:
                 account=ask.account,
                 on_piece=tell,
                 on_done=tell,
-                follow=ask.follow,
                 **options,
             )
 

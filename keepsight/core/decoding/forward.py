@@ -1,0 +1,226 @@
+"""The only place that runs the language model: one pass over segments of several sequences.
+
+A segment is a stretch of one sequence on its own lane: a piece of a prompt, a decoded token, or a
+decoded token with guesses behind it. Segments lie end to end in a pass; attention and layers with
+states go over each lane apart. What must run alone, or cannot lie beside others in this model, runs
+one by one through the same call. State that a model object keeps between calls is not used:
+positions are passed each time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from keepsight.core.decoding.lane_layer import JoinedLayer, LaneLayer, RowsLayer
+from keepsight.core.decoding.lane_mixer import JoinedMixer, MixerLayer
+from keepsight.core.decoding.state import Lane, Shape
+from keepsight.core.kernels import passes
+from keepsight.core.kernels.grouped import grouped_queries
+from keepsight.core.kernels.passes import Kernels
+from keepsight.kinds import CacheLayer, Inputs
+from keepsight.models.families import Family
+from keepsight.models.families.pixels import Part
+from keepsight.models.no_gradients import quietly
+from keepsight.models.renamed import with_cache
+from keepsight.prefix.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+_ANY = {"full", "sliding", "none", "linear"}  # kinds of layers that our kernels know
+_NEAR = 0.05  # of the logits' scale: rounding, in any dtype
+_TRIED = ((0, 9), (0, 5), (3, 4))  # (held before, end) of sequences tried beside each other
+
+
+@dataclass(eq=False)
+class Segment:
+    """A stretch of one sequence that a pass computes, right behind what its lane holds."""
+
+    lane: Lane
+    prompt: Prompt
+    ids: np.ndarray  # those of the stretch
+    positions: torch.Tensor  # likewise
+    logits: int = 0  # how many of its last tokens need logits
+    media: list[Part] = field(default_factory=list)  # features in it, by rows
+
+    def __post_init__(self) -> None:
+        self.start = self.lane.length
+        self.end = self.start + len(self.ids)
+
+
+class Decoder:
+    """Runs the language model of one VLM. Callers hold the model's lock."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, shape: Shape) -> None:
+        self._model, self._family, self.shape = model, family, shape
+        self._exported = hasattr(model, "exported")
+        self._joins: bool | None = None  # whether torch's own kernels take sequences end to end
+        self._rows: tuple[list[Lane], DynamicCache] | None = None  # of a graph's last pass
+        self.passes = 0
+
+    def forget(self) -> None:
+        """Look at the model again: it changed."""
+        self._joins, self._rows = None, None
+
+    def together(self, segments: Sequence[Segment], kernels: Kernels | None) -> bool:
+        """Whether these segments can share a pass."""
+        if not self._family.decodes_together or any(self._own_inputs(one) for one in segments):
+            return False
+        if self._exported:
+            counts = {len(one.ids) for one in segments}
+            grows = {"full", "sliding"}.issuperset(self.shape.kinds)
+            return kernels is not None and counts == {1} and grows
+        if kernels is not None:
+            return _ANY.issuperset(self.shape.kinds)
+        if self._joins is None:
+            self._joins = self._try_to_join()
+        return self._joins
+
+    @quietly
+    def forward(
+        self, segments: Sequence[Segment], kernels: Kernels | None
+    ) -> list[torch.Tensor | None]:
+        """Run segments through the model; the lanes hold them afterwards. Return the logits that
+        each asked for, a row for each token."""
+        if len(segments) == 1 or self.together(segments, kernels):
+            return self._pass(segments, kernels)
+        return [found for one in segments for found in self._pass([one], kernels)]
+
+    def _pass(
+        self, segments: Sequence[Segment], kernels: Kernels | None
+    ) -> list[torch.Tensor | None]:
+        device, self.passes = self._model.device, self.passes + 1
+        in_rows = self._exported and len(segments) > 1
+        dim = -2 if in_rows else -1
+        ids = [torch.from_numpy(one.ids)[None] for one in segments]
+        inputs: Inputs = {
+            "input_ids": torch.cat(ids, 0 if in_rows else 1).to(device),
+            "position_ids": torch.cat([one.positions for one in segments], dim).to(device),
+            "use_cache": True,
+        }
+        extra = self._own_inputs(segments[0]) if len(segments) == 1 else {}
+        inputs |= {name: tensor.to(device) for name, tensor in extra.items()}
+        media = [part for one in segments for part in one.media]
+        inputs |= self._family.feature_inputs(media, inputs["input_ids"])
+        joined = self._joined(segments, kernels, with_own_inputs=bool(extra))
+        inputs |= with_cache(self._model, segments[0].lane.cache if joined is None else joined)
+        plainly = joined is not None and kernels is None
+        with grouped_queries(device), passes.side_by_side() if plainly else passes.running(kernels):
+            found = self._run(segments, inputs, in_rows)
+        for one in segments:
+            one.lane.length = one.end
+        return found
+
+    def _run(
+        self, segments: Sequence[Segment], inputs: Inputs, in_rows: bool
+    ) -> list[torch.Tensor | None]:
+        core = self._model.base_model
+        if not any(one.logits for one in segments) and core is not self._model:
+            core(**inputs)  # without the output head: nobody reads these logits
+            return [None] * len(segments)
+        if in_rows or len(segments) == 1:
+            most = max(1, *(one.logits for one in segments))
+            logits = self._model(**inputs, logits_to_keep=most).logits
+            return [
+                logits[row, -one.logits :].clone() if one.logits else None
+                for row, one in enumerate(segments)
+            ]
+        wanted, start = list[int](), 0
+        for one in segments:
+            start += len(one.ids)
+            wanted += range(start - one.logits, start)
+        keep = torch.tensor(wanted, device=self._model.device)
+        logits = self._model(**inputs, logits_to_keep=keep).logits[0]
+        found = logits.split([one.logits for one in segments])
+        return [rows if len(rows) else None for rows in found]
+
+    def _own_inputs(self, one: Segment) -> Inputs:
+        """Further inputs of a segment that has such: it runs alone, with the model's own masks."""
+        family, prompt, start, end = self._family, one.prompt, one.start, one.end
+        inputs = family.media_inputs(prompt.ids, prompt.grids, start, end)
+        if start < len(prompt):
+            return {**inputs, **family.chunk_inputs(prompt.ids, prompt.types, start, end)}
+        return {**inputs, **family.step_inputs(1, end)}
+
+    def _joined(
+        self, segments: Sequence[Segment], kernels: Kernels | None, with_own_inputs: bool
+    ) -> Cache | None:
+        """The lanes as one cache; None where the one lane is read as it is."""
+        lanes = [one.lane for one in segments]
+        if self._exported and len(lanes) > 1:
+            if self._rows is None or self._rows[0] != lanes:
+                each_layer = zip(*(lane.cache.layers for lane in lanes), strict=True)
+                self._rows = lanes, _cache([RowsLayer(each) for each in each_layer])
+            return self._rows[1]
+        ours = kernels is not None and not kernels.in_graphs and _ANY.issuperset(self.shape.kinds)
+        if len(lanes) == 1 and (with_own_inputs or not ours):
+            return None
+        edges, start = [], 0
+        for one in segments:
+            edges.append((start, start + len(one.ids)))
+            start += len(one.ids)
+        layers = list(lanes[0].cache.layers)
+        for index, layer in enumerate(layers):
+            each = [lane.cache.layers[index] for lane in lanes]
+            if isinstance(layer, LaneLayer):
+                layers[index] = JoinedLayer(each, edges)
+            elif isinstance(layer, MixerLayer):
+                layers[index] = JoinedMixer(each, edges)
+        return _cache(layers)
+
+    # -- whether sequences may lie end to end without our kernels ----------------------------------
+
+    def _try_to_join(self) -> bool:
+        """Whether a pass over several sequences gives what each alone gives, to rounding."""
+        config = self._model.config.get_text_config()
+        usual = getattr(config, "_attn_implementation", None) == "sdpa"
+        if not usual or not {"full", "sliding", "none"}.issuperset(self.shape.kinds):
+            return False
+        try:
+            return self._agrees()
+        except Exception as error:  # a foreign model may raise anything
+            logger.info("sequences run one by one, a pass over several fails: %s", error)
+            return False
+
+    def _agrees(self) -> bool:
+        alone, joined = list[torch.Tensor](), list[Segment]()
+        for held, end in _TRIED:
+            for together in (False, True):
+                lane = Lane(self._model, self.shape)
+                if held:
+                    self._pass([self._scratch(lane, held)], None)
+                segment = self._scratch(lane, end)
+                if together:
+                    joined.append(segment)
+                else:
+                    alone += [rows for rows in self._pass([segment], None) if rows is not None]
+        found = self._pass(joined, None)
+        return all(
+            rows is not None and bool((rows - one).abs().max() <= _NEAR * one.abs().max())
+            for rows, one in zip(found, alone, strict=True)
+        )
+
+    def _scratch(self, lane: Lane, end: int) -> Segment:
+        ids = ordinary_ids(self._model, self._family, end)
+        positions = self._family.positions(ids, np.zeros(end, dtype=np.int8), [])
+        some = slice(lane.length, end)
+        return Segment(lane, Prompt(ids), ids[some], positions[..., some], 1)
+
+
+def _cache(layers: list[CacheLayer]) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = layers
+    return cache
+
+
+def ordinary_ids(model: PreTrainedModel, family: Family, count: int) -> np.ndarray:
+    """Token ids of ordinary text, for trials."""
+    size = model.get_input_embeddings().num_embeddings
+    kept = set(family.placeholders.values())
+    some = (np.arange(count * 2) * 7919 + 11) % size
+    return np.array([one for one in some if one not in kept][:count], dtype=np.int64)
