@@ -53,7 +53,6 @@ class Answering(TypedDict, total=False):
     tenant: str | None
     tools: list[Record] | None
     template_kwargs: Options | None
-    exact: bool
 
 
 class Generating(Answering, total=False):
@@ -118,7 +117,6 @@ class Preparing(TypedDict, total=False):
     tenant: str | None
     tools: list[Record] | None
     template_kwargs: Options | None
-    exact: bool
 
 
 class Wrapping(TypedDict, total=False):
@@ -137,7 +135,6 @@ class Wrapping(TypedDict, total=False):
     feature_codec: str
     chat_template: str | None
     image_options: Options | None
-    grain: int | None
     pack: bool | str
     drafts: bool
 

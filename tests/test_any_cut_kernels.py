@@ -182,7 +182,9 @@ def test_functions_that_are_made_of_others_are_taken_apart(name: str, monkeypatc
     monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + OF_ITS_OWN[name](x))
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
-        assert engine["exactness"] == "rounding" and "neighbouring rows" in engine["rounding_because"]
+        assert (
+            engine["exactness"] == "rounding" and "neighbouring rows" in engine["rounding_because"]
+        )
 
 
 def test_values_that_changed_on_their_way_from_the_lane_are_those_that_count() -> None:

@@ -132,7 +132,12 @@ def test_an_answer_given_again_takes_few_passes() -> None:
         how = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}
         first = vlm.chat(CHAT, **how)
         steps = vlm.stats()["engine"]["decode_steps"]
-        vlm.runtime.engine._costs._times = {1: 1.0, 4: 1.05, 8: 1.1, 16: 1.2}  # whatever this machine does
+        vlm.runtime.engine._costs._times = {
+            1: 1.0,
+            4: 1.05,
+            8: 1.1,
+            16: 1.2,
+        }  # whatever this machine does
         again = vlm.chat(CHAT, **how)
         engine = vlm.stats()["engine"]
         assert again.tokens == first.tokens

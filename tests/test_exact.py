@@ -168,9 +168,7 @@ def test_one_changed_pixel_is_a_miss(demo: Any) -> None:
 @pytest.mark.parametrize("budget", [0, 1, 200_000])
 def test_tiny_budgets_change_no_bit(demo_parts: Any, budget: int) -> None:
     for model, processor in demo_parts.values():
-        with ks.wrap(
-            model, processor, cache_budget=budget, vision_budget=budget
-        ) as vlm:
+        with ks.wrap(model, processor, cache_budget=budget, vision_budget=budget) as vlm:
             for messages in conversation()[:5]:
                 assert torch.equal(logits(vlm, messages), cold(vlm, messages))
                 vlm.runtime.tree.check()

@@ -152,7 +152,7 @@ def test_decoded_together_is_decoded_alone() -> None:
                     for i, (c, n) in asked
                 ]
             replies = [ticket.result().tokens for ticket in tickets]
-            assert together.stats()["rows_per_pass"] > 1.2
+            assert vlm.stats()["engine"]["decode_steps"] < sum(counts) - len(counts)
         for i, (chat, count) in asked:
             catch = {"logits_processor": [alone[i]]}
             reply = own.chat(chat, max_new_tokens=count, seed=i, **catch, **options)
@@ -218,5 +218,3 @@ def test_what_was_found_is_kept_in_the_store_and_looked_at_again(
     monkeypatch.setattr(graph_trial.GraphTrial, "agrees", lambda self: False)
     with wrapped("qwen3_vl", store=tmp_path) as vlm:
         assert holds(vlm) and len(tried) == 2
-
-

@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 from models import build, picture, stock_inputs, turn
 
 import keepsight as ks

@@ -102,7 +102,10 @@ def test_a_kernel_that_no_longer_agrees_is_found_out(
     monkeypatch.setattr(linear, "_plain", restless)
     engine = ask(tmp_path, pack=False)[3]
     assert len(trials) == 2
-    assert engine["exactness"] == "rounding" and "depend on the number of rows" in engine["rounding_because"]
+    assert (
+        engine["exactness"] == "rounding"
+        and "depend on the number of rows" in engine["rounding_because"]
+    )
 
 
 SHAPE = [8, 8, "torch.float32", False, False]

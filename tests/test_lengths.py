@@ -105,23 +105,18 @@ def test_how_much_a_token_covers(
 
 def test_a_short_text_does_not_wait_for_a_long_one(vlm: Any) -> None:
     with Together(vlm) as together:
-        reception, ended = together._reception, threading.Event()
+        together.submit(user("Hello!"), max_new_tokens=1).result()
+        memory, ended = vlm.runtime, threading.Event()
 
         def long() -> None:
             with pytest.raises(PromptTooLong):
-                reception.render(user("x y " * 20_000), [], _call())
+                together.submit(user("x y " * 20_000), max_new_tokens=1)
             ended.set()
 
-        with reception._long.like(vlm.runtime.renderer):
+        with memory.renderers.turn(memory.renderer, 1 << 20):
             thread = threading.Thread(target=long)
             thread.start()
             assert together.submit(user("Hello!"), max_new_tokens=1).result().tokens
             assert not ended.is_set()
         thread.join(30)
         assert ended.is_set()
-
-
-def _call() -> Any:
-    from keepsight.core.call import Call
-
-    return Call("", {}, {})

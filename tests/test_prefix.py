@@ -199,7 +199,8 @@ TestTree.settings = bounded(100, stateful_step_count=25)
 
 
 def shared(one: tuple[Token, ...], two: tuple[Token, ...]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two)))
+    pairs = zip(one, two, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def beginnings(paths: Iterable[tuple[Token, ...]]) -> dict[tuple[Token, ...], bool]:
@@ -274,9 +275,7 @@ def test_what_was_decoded_is_found_as_what_was_read(has_fixed: bool) -> None:
     longer = build("12.1212")
     tokens = path(longer)
     tree.hold(node)
-    decoded = tree.insert(
-        node, longer, 6, fake_kv(tokens, node.end, 6), fake_fixed(tokens, 6)
-    )
+    decoded = tree.insert(node, longer, 6, fake_kv(tokens, node.end, 6), fake_fixed(tokens, 6))
     tree.release(decoded)
     tree.release(node)
     assert found(tree, longer).length == 6

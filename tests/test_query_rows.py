@@ -42,7 +42,6 @@ def some_ids(count: int) -> torch.Tensor:
     return torch.randint(10, 400, (1, count), generator=torch.Generator().manual_seed(count))
 
 
-
 def picky(multiple: int, widths: tuple[int, ...] = ()) -> Any:
     """A kernel that adds in another order where rows are no multiple of a number."""
     plain = attention._plain
@@ -149,7 +148,9 @@ def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
         assert [one.result().tokens for one in asked] == alone
 
 
-def test_where_no_number_does_answers_are_equal_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_number_does_answers_are_equal_to_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, flipped = attention._plain, picky(4096)
 
     def by_size(query: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -187,7 +188,7 @@ def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_real_widths_hold_here(width: int, dtype: torch.dtype) -> None:
-    """As checkpoints have them: if this fails, models of this width are equal to rounding only here."""
+    """As checkpoints have them: if this fails, answers of this width are equal to rounding here."""
     for queries, keys in ((8, 2), (4, 4)):
         assert QueryRows().of((queries, keys, width, dtype)) is not None
 

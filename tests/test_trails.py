@@ -20,7 +20,6 @@ from keepsight.prefix.trails import Trail
 from keepsight.prefix.tree import Tree
 
 
-
 @pytest.fixture(autouse=True)
 def _short_stretches() -> Iterator[None]:
     with short_stretches():

@@ -27,14 +27,14 @@ def asked(
     runtime.require_answers()
     tokenizer = runtime.tokenizer()
     seq = Sequence(Prompt.nothing(), call.tenant, account=account_of(call.tenant))
-    with seq.stage("render"):
+    with seq.stage("render"), runtime.lock.beside():
         order = Order(runtime, messages, call, generate).rendered()
     check_length(runtime.model, len(order.prompt))
     seq.prompt, seq.current, seq.tokenizer = order.prompt, order.current, tokenizer
     if answers:
         seq.options, seq.default_tokens = call.decoding, DEFAULT_CHAT_TOKENS
-        with runtime.renderers.turn(order.renderer(), 0):  # stop strings need its tokenizer
-            runtime.engine.choose(seq)
+        with runtime.lock.beside(), runtime.renderers.turn(order.renderer(), 0):
+            runtime.engine.choose(seq)  # stop strings need the tokenizer
     return seq
 
 

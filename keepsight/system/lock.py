@@ -22,7 +22,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from keepsight.errors import Forked
 from keepsight.system import forks
@@ -39,6 +40,8 @@ class FairLock:
 
     def __init__(self, what: str = "the model") -> None:
         self._what = what
+        self._inside: dict[int, None] = {}  # threads at work beside it
+        self._ending = False
         self._notes: deque[Callable[[], object]] = deque()
         self._put_off: deque[Callable[[], object]] = deque()  # for whoever takes the lock alone
         self._failed: deque[BaseException] = deque()  # errors of notes; raised by the next call
@@ -196,6 +199,22 @@ class FairLock:
 
     # -- the end ---------------------------------------------------------------------------------
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work with PyTorch that does not need the lock: the process does not end in the middle
+        of it, unless the thread waits for the lock."""
+        me = threading.get_ident()
+        if self.held or me in self._inside:
+            yield
+            return
+        self._inside[me] = None
+        if self._ending:
+            self.acquire()  # never comes
+        try:
+            yield
+        finally:
+            del self._inside[me]
+
     def before_exit(self, seconds: float) -> None:
         """Take the lock for good: a daemon thread then stops where it next wants it, not inside
         PyTorch, where the process would crash. Waits for a thread that just had it."""
@@ -204,6 +223,11 @@ class FairLock:
         if not self.acquire(seconds):
             return
         LATER.__exit__()
+        self._ending, end = True, time.monotonic() + seconds
+        while self._inside.keys() & others and time.monotonic() < end:
+            if len(self._waiting) >= len(self._inside):
+                break
+            time.sleep(0.005)
         if latest not in others:
             return
         left_at = self._left_at
