@@ -109,9 +109,8 @@ def test_a_short_text_does_not_wait_for_a_long_one(vlm: Any) -> None:
         memory, ended = vlm.runtime, threading.Event()
 
         def long() -> None:
-            with pytest.raises(PromptTooLong):
-                together.submit(user("x y " * 20_000), max_new_tokens=1)
-            ended.set()
+            with memory.renderers.turn(memory.renderer, 1 << 20):
+                ended.set()
 
         with memory.renderers.turn(memory.renderer, 1 << 20):
             thread = threading.Thread(target=long)

@@ -26,7 +26,6 @@ from keepsight.core.decoding.positions import place
 from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler, check_length, sampler
 from keepsight.core.decoding.state import Lane, Shape, Tensors, pattern
 from keepsight.core.explain import Findings
-from keepsight.core.kernels.passes import Kernels
 from keepsight.core.sequence import Sequence
 from keepsight.errors import KeepsightError, ModelKeepsChanging
 from keepsight.formats.package import Package
@@ -150,7 +149,7 @@ class Engine:
         begun, before = time.perf_counter(), self.decoder.passes
         decoding = sum(not seq.reading for seq, _ in chosen)
         try:
-            found = self.decoder.forward([one for _, one in chosen], self._kernels)
+            found = self.decoder.forward([one for _, one in chosen], chosen[0][0].kernels)
         except Exception as error:  # a foreign model may raise anything
             self._failed(chosen, error)
             return
@@ -243,7 +242,10 @@ class Engine:
     def _choose(self) -> Chosen:
         """One token of every running answer, and pieces of prompts. Accounts take turns: none gets
         more than another by asking more at once."""
-        able = self._in_turn([seq for seq in self.running if not seq.ended])
+        able = self._in_turn(self._alike([seq for seq in self.running if not seq.ended]))
+        self._round += 1
+        for seq in able:
+            seq.served = self._round
         decoding = [seq for seq in able if not seq.reading]
         chosen: Chosen = []
         for seq in decoding:
@@ -271,7 +273,8 @@ class Engine:
         if alone:
             return alone[:1]
         reading = [(seq, one) for seq, one in chosen if seq.reading]
-        if len(chosen) > 1 and not self.decoder.together([s for _, s in chosen], self._kernels):
+        segments = [one for _, one in chosen]
+        if len(chosen) > 1 and not self.decoder.together(segments, chosen[0][0].kernels):
             chosen = [(seq, one) for seq, one in chosen if not seq.reading] + reading[:1]
             reading = reading[:1]
         for seq in [*self.waiting, *self.running]:
@@ -288,13 +291,17 @@ class Engine:
         if least == max(counts.values(), default=0):
             return running
         seen, chosen = Counter[str](), set[int]()
-        self._round += 1
         for seq in sorted(running, key=lambda one: one.served):
             seen[seq.account] += 1
             if seen[seq.account] <= least:
                 chosen.add(seq.number)
-                seq.served = self._round
         return [seq for seq in running if seq.number in chosen]
+
+    def _alike(self, running: list[Sequence]) -> list[Sequence]:
+        """Those that began with the same kernels as the one that had its turn longest ago: another
+        thread may use another number of threads."""
+        first = min(running, key=lambda one: one.served, default=None)
+        return [seq for seq in running if first is not None and seq.kernels is first.kernels]
 
     def _tokens(self, seq: Sequence, guess: list[int]) -> Segment:
         """The last chosen token, and guesses behind it."""
@@ -317,27 +324,17 @@ class Engine:
             return None
         begun.append(seq)
         stop = min(end, seq.prompt.move(min(start + room, end), seq.rule))
-        if seq.rule.states and not self._captures:  # states are captured at the end of a pass only
+        if seq.rule.states and not _captures(seq):  # states are captured at the end of a pass only
             stop = min([stop, *(cut for cut in seq.ends if cut > start)])
         parts = self._parts(seq, start, stop)
         if parts is None:
             return None
         ends = [cut for cut in seq.ends if start < cut < stop]
-        lane.watch(ends if self._captures else ())
+        lane.watch(ends if _captures(seq) else ())
         if start < len(seq.prompt):
             stop = min(stop, len(seq.prompt))
         some = (seq.ids(start, stop), seq.positions(start, stop))
         return Segment(lane, seq.prompt, *some, int(stop == len(seq.prompt)), parts)
-
-    @property
-    def _kernels(self) -> Kernels | None:
-        return self._memory.finding.kernels
-
-    @property
-    def _captures(self) -> bool:
-        """Whether layers of fixed size give their states in the middle of a pass."""
-        kernels = self._kernels
-        return kernels is not None and not kernels.in_graphs
 
     def _parts(self, seq: Sequence, start: int, stop: int) -> list[Part] | None:
         """The features in a stretch. If the tower has to run, it runs for one medium, and the
@@ -404,6 +401,7 @@ class Engine:
         with seq.stage("check"):
             seq.namespace = memory.refresh(seq.tenant)
         seq.changes, seq.rule = memory.weights.changes, memory.rule
+        seq.kernels = memory.finding.kernels
         seq.vision = memory.vision_of(seq.tenant)
         with seq.stage("render"):
             before = seq.prompt.ids
@@ -788,7 +786,7 @@ class Engine:
 
     def snapshot_pattern(self) -> Record:
         """The layout that all snapshots of a namespace share; costs one small pass, once."""
-        variant = f"{self.lanes.variant} {bool(self._kernels)}"
+        variant = f"{self.lanes.variant} {bool(self._memory.finding.kernels)}"
         if variant not in self._patterns:
             while len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.pop(next(iter(self._patterns)))
@@ -800,7 +798,8 @@ class Engine:
         """Derive the layout from a snapshot of two tokens, which is dropped."""
         ids, lane = ordinary_ids(self._model, self._family, 2), self.lanes.fresh()
         positions = self._family.positions(ids, np.zeros(2, dtype=np.int8), [])
-        self.decoder.forward([Segment(lane, Prompt(ids), ids, positions)], self._kernels)
+        kernels = self._memory.finding.kernels
+        self.decoder.forward([Segment(lane, Prompt(ids), ids, positions)], kernels)
         return pattern(*lane.capture(0, 2))
 
     # -- forgetting --------------------------------------------------------------------------------
@@ -809,6 +808,11 @@ class Engine:
         """Forget idle lanes, and the answers of one tenant or of all."""
         self.lanes.clear()
         self.answers.clear(tenant)
+
+
+def _captures(seq: Sequence) -> bool:
+    """Whether layers of fixed size give their states in the middle of a pass."""
+    return seq.kernels is not None and not seq.kernels.in_graphs
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from keepsight.core.decoding.drafts import DraftCounts, Guesses
 from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler
 from keepsight.core.decoding.state import Lane
 from keepsight.core.explain import CHANGED, Findings, Origin, explain
+from keepsight.core.kernels.passes import Kernels
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
@@ -57,6 +58,7 @@ class Sequence:
     node: Node | None = None  # the deepest snapshot on its path; held
     since: int = 0  # when the prompt was matched
     changes: int = 0  # of the model, when it began
+    kernels: Kernels | None = None  # those that it began with
     changed: bool = False  # other weights computed a part: nothing more is remembered
     ends: list[int] = field(default_factory=list)  # where its next snapshots end
     packages: dict[int, Package] = field(default_factory=dict)  # features on their way

@@ -32,6 +32,7 @@ from keepsight.system.interrupts import LATER
 
 logger = logging.getLogger(__name__)
 
+_FEW = 64  # threads remembered
 _STEP = 1.0  # seconds in which a thread gets from one step under the lock to the next
 
 
@@ -51,7 +52,7 @@ class FairLock:
         self._owner: int | None = None
         self._handed: threading.Lock | None = None  # the thread whose turn it is, until it wakes up
         self._depth = 0
-        self._latest, self._left_at = 0, 0.0  # the last thread that had it, and until when
+        self._left: dict[int, float] = {}  # until when threads had it
         forks.hold(self, forks.MODELS)
         finish_before_exit(self, MODELS)
 
@@ -105,7 +106,9 @@ class FairLock:
         self._do_notes()
         with self._guard:
             self._owner, self._depth = None, 0
-            self._left_at = time.monotonic()
+            if len(self._left) > _FEW:
+                self._left.clear()  # of threads long gone
+            self._left[threading.get_ident()] = time.monotonic()
             self._hand_over()
         self._look_again()
 
@@ -172,7 +175,7 @@ class FairLock:
         return self._owner is None and self._handed is None
 
     def _take(self) -> None:
-        self._owner = self._latest = threading.get_ident()
+        self._owner = threading.get_ident()
         self._depth = 1
 
     def _hand_over(self) -> None:
@@ -217,22 +220,20 @@ class FairLock:
 
     def before_exit(self, seconds: float) -> None:
         """Take the lock for good: a daemon thread then stops where it next wants it, not inside
-        PyTorch, where the process would crash. Waits for a thread that just had it."""
-        latest = self._latest
+        PyTorch, where the process would crash. Waits for threads that just had it."""
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         if not self.acquire(seconds):
             return
         LATER.__exit__()
         self._ending, end = True, time.monotonic() + seconds
-        while self._inside.keys() & others and time.monotonic() < end:
-            if len(self._waiting) >= len(self._inside):
-                break
+        while len(self._waiting) < len(self._busy() & others) and time.monotonic() < end:
             time.sleep(0.005)
-        if latest not in others:
-            return
-        left_at = self._left_at
-        while not self._waiting and time.monotonic() < left_at + _STEP:
-            time.sleep(0.005)
+
+    def _busy(self) -> set[int | None]:
+        """Threads that may be inside PyTorch: at work beside the lock, or just out of it."""
+        since = time.monotonic() - _STEP
+        recent = {thread for thread, left_at in list(self._left.items()) if left_at > since}
+        return {*self._inside, *recent}
 
     # -- forks -----------------------------------------------------------------------------------
 

@@ -28,6 +28,11 @@ def in_whole_vectors(function: Callable[..., torch.Tensor], *inputs: torch.Tenso
     return function(*(one.contiguous() for one in inputs))[:count]
 
 
+def fills_vectors(count: int) -> bool:
+    """Whether so many numbers leave no remainder."""
+    return _rows_without_remainder(count, 1, torch.get_num_threads()) == count
+
+
 def _rows_without_remainder(count: int, width: int, threads: int) -> int:
     """The next number of rows that threads can share without a remainder."""
     while True:

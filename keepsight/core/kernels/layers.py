@@ -9,14 +9,17 @@ where nobody listens at the layer's parts.
 from __future__ import annotations
 
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from keepsight.core.kernels import passes
-from keepsight.core.kernels.elementwise import in_whole_vectors
+from keepsight.core.kernels.elementwise import fills_vectors, in_whole_vectors
 from keepsight.core.kernels.linear import Linears, hooks_on_all
 from keepsight.models.renamed import NEW, OLD
 
@@ -59,74 +62,153 @@ def _is_llamas(layer: torch.nn.Module) -> bool:
         and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         and all(hasattr(attention, name) for name in ("head_dim", "scaling", "layer_idx"))
         and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        and len({getattr(norm, "variance_epsilon", None) for norm in norms[2:]}) < 2
     )
 
 
+class _Parts:
+    """The parts of one layer, looked at once; each pass makes sure that they are still there and
+    that nobody listens at them."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._inside = [
+            (home._modules, name, part)
+            for home in layer.modules()
+            for name, part in home._modules.items()
+            if part is not None
+        ]
+        self.attention, self.width = layer.self_attn, layer.self_attn.head_dim
+        self.qkv = [self.attention._modules[name] for name in _ATTENTION[:3]]
+        self.both, self.down = [layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]
+        self.first, self.second = layer.input_layernorm, layer.post_attention_layernorm
+        self.norms = [self.attention._modules[n] for n in _NORMS if n in self.attention._modules]
+        self.queries, self.keys = (one.out_features // self.width for one in self.qkv[:2])
+
+    def stand(self) -> bool:
+        """Whether nothing was exchanged, and no part has a hook or a replaced method."""
+        return not hooks_on_all() and all(
+            home.get(name) is part
+            and not (part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
+            for home, name, part in self._inside
+        )
+
+
 def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    known: weakref.WeakKeyDictionary[torch.nn.Module, _Parts] = weakref.WeakKeyDictionary()
+
     @functools.wraps(stock)
     def forward(self: Layer, hidden_states: torch.Tensor, **named: Layer) -> torch.Tensor:
         linears = None if torch.compiler.is_compiling() else passes.for_whole_layers()
         turns = named.get("position_embeddings")
-        if linears is None or turns is None or not _is_llamas(self) or _is_watched(self):
+        if linears is None or turns is None or turns[0].dim() != 3:
             return stock(self, hidden_states, **named)
+        parts = known.get(self)
+        if parts is None or not parts.stand():
+            if not _is_llamas(self):
+                return stock(self, hidden_states, **named)
+            parts = known[self] = _Parts(self)
         cache = next((named[name] for name in (NEW, OLD) if named.get(name) is not None), None)
-        room = None if cache is None else cache.layers[self.self_attn.layer_idx]
-        if not hasattr(room, "edges") or turns[0].dim() != 3:
+        room = None if cache is None else cache.layers[parts.attention.layer_idx]
+        fits = hasattr(room, "edges") and turns[0].shape[-1] == parts.width
+        if not fits or not parts.stand():
             return stock(self, hidden_states, **named)
-        if turns[0].shape[-1] != self.self_attn.head_dim:
-            return stock(self, hidden_states, **named)
-        with passes.inside():
-            return _layer(self, hidden_states[0], turns, room, linears)[None]
+        with passes.inside(), optimized_execution(False):  # fuse nothing
+            return _layer(parts, hidden_states[0], turns, room, linears)[None]
 
     return forward
 
 
-def _is_watched(layer: torch.nn.Module) -> bool:
-    """Whether a part has a hook or a replaced method: its owner expects a call."""
-    return hooks_on_all() or any(
-        part is not layer
-        and (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
-        for part in layer.modules()
-    )
-
-
 def _layer(
-    layer: Layer, rows: torch.Tensor, turns: Sequence[torch.Tensor], room: Layer, linears: Linears
+    parts: _Parts, rows: torch.Tensor, turns: Sequence[torch.Tensor], room: Layer, linears: Linears
 ) -> torch.Tensor:
-    attention, mlp = layer.self_attn, layer.mlp
-    width, count = attention.head_dim, len(rows)
-    normed = _norm(rows, layer.input_layernorm)
-    joined = _product(linears, [attention.q_proj, attention.k_proj, attention.v_proj], normed)
-    heads = joined.view(count, -1, width)
-    queries, keys = (len(one.weight) // width for one in (attention.q_proj, attention.k_proj))
-    turned = heads[:, : queries + keys]
-    if "q_norm" in attention._modules:
-        parts = turned.split([queries, keys], dim=1)
-        norms = attention.q_norm, attention.k_norm
-        turned = torch.cat([_norm(*pair) for pair in zip(parts, norms, strict=True)], dim=1)
-    cos, sin = (one[0][:, None] for one in turns)
-    half = width // 2
-    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
-    turned = ((turned * cos) + (other * sin)).transpose(0, 1)[None]
-    values = heads[:, queries + keys :].transpose(0, 1)[None]
-    key, value = room.update(turned[:, queries:], values)
-    found = passes.attend(turned[:, :queries], key, value, attention.scaling)
-    seen = found[0].transpose(0, 1).reshape(count, -1)
-    rows = rows + _product(linears, [attention.o_proj], seen)
-    normed = _norm(rows, layer.post_attention_layernorm)
-    both = _product(linears, [mlp.gate_proj, mlp.up_proj], normed)
-    gate, up = both.split(len(mlp.gate_proj.weight), dim=-1)
-    gate = in_whole_vectors(functional.silu, gate.reshape(-1, 1)).view(gate.shape)
-    return rows + _product(linears, [mlp.down_proj], gate * up)
+    work, count = _work(), len(rows)
+    normed = work.norm(rows, parts.first.weight, parts.first.variance_epsilon)
+    joined = _product(linears, parts.qkv, normed)
+    weights = [norm.weight for norm in parts.norms]
+    epsilon = parts.norms[0].variance_epsilon if weights else 0.0
+    sizes = [parts.queries, parts.keys, parts.width]
+    query, key, value = work.heads(joined, sizes, weights, epsilon, turns[0], turns[1])
+    key, value = room.update(key, value)
+    found = passes.attend(query, key, value, parts.attention.scaling)
+    seen = _product(linears, [parts.attention.o_proj], found[0].transpose(0, 1).reshape(count, -1))
+    second = parts.second.weight, parts.second.variance_epsilon
+    rows, normed = work.add_and_norm(rows, seen, *second)
+    both = _product(linears, parts.both, normed)
+    gate, up = both.split(parts.both[0].out_features, dim=-1)
+    if fills_vectors(gate.numel()):
+        gated = work.gate(gate, up)
+    else:
+        gate = in_whole_vectors(functional.silu, gate.reshape(-1, 1)).view(gate.shape)
+        gated = gate * up
+    return rows + _product(linears, parts.down, gated)
 
 
-def _norm(rows: torch.Tensor, norm: Layer) -> torch.Tensor:
+# -- what lies between the products, without Python between its operations -------------------------
+
+
+def _norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """As the root mean square norm of these models."""
     wide = rows.to(torch.float32)
     mean = wide.pow(2).mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(mean + norm.variance_epsilon)
-    normed: torch.Tensor = norm.weight * wide.to(rows.dtype)
-    return normed
+    wide = wide * torch.rsqrt(mean + epsilon)
+    return weight * wide.to(rows.dtype)
+
+
+def _add_and_norm(
+    rows: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = rows + more
+    wide = rows.to(torch.float32)
+    mean = wide.pow(2).mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(mean + epsilon)
+    return rows, weight * wide.to(rows.dtype)
+
+
+def _heads(
+    joined: torch.Tensor,
+    sizes: list[int],
+    weights: list[torch.Tensor],
+    epsilon: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values: normed where the layer does so, and turned to their positions."""
+    queries, keys, width = sizes[0], sizes[1], sizes[2]
+    heads = joined.view(joined.shape[0], -1, width)
+    turned = heads[:, : queries + keys]
+    if len(weights) > 0:  # of both at once: each head has the weight of its norm
+        each = torch.cat([weights[0].expand(queries, -1), weights[1].expand(keys, -1)])
+        wide = turned.to(torch.float32)
+        mean = wide.pow(2).mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(mean + epsilon)
+        turned = each * wide.to(joined.dtype)
+    half = width // 2
+    other = torch.cat((-turned[:, :, half:], turned[:, :, :half]), dim=-1)
+    turned = (turned * cos[0].unsqueeze(1)) + (other * sin[0].unsqueeze(1))
+    turned = turned.transpose(0, 1).unsqueeze(0)
+    values = heads[:, queries + keys :].transpose(0, 1).unsqueeze(0)
+    return turned[:, :queries], turned[:, queries:], values
+
+
+def _gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate.contiguous()) * up
+
+
+class _Work(NamedTuple):
+    norm: Callable[..., torch.Tensor]
+    add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    gate: Callable[..., torch.Tensor]
+
+
+@functools.cache
+def _work() -> _Work:
+    """These functions as scripts. Torch would rather have them compiled, which fuses, and changes
+    bits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = [torch.jit.script(one) for one in (_norm, _add_and_norm, _heads, _gate)]
+    return _Work(*made)
 
 
 def _product(

@@ -8,6 +8,7 @@ number; a call with more is split. Packed weights are also read faster.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -99,6 +100,7 @@ class Linears:
         self.is_watched = False  # whether to check that inputs stay unchanged
         self._packed = packed
         self._held: _NotCalledYet | None = None
+        self._rules: weakref.WeakKeyDictionary[Packed, Rows] = weakref.WeakKeyDictionary()
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -161,9 +163,16 @@ class Linears:
         known = self._packed().get(id(layers[0].weight))
         if known is None or len(known.weights) != len(layers) or rows.dtype != known.dtype:
             return None
-        if any(layer.weight is not w for layer, w in zip(layers, known.weights, strict=True)):
+        if known.weights[-1] is not layers[-1].weight:
             return None
-        return self._run(known, rows, known.weights[0], known.bias)
+        rule = self._rules.get(known)
+        if rule is None:
+            found = self._rule(known.shape)
+            if found is None:
+                return None
+            rule = self._rules[known] = found
+        bias = known.bias
+        return rule.run(lambda some: known.run(some, bias), rows.contiguous(), self.few)
 
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
         """`functional.grouped_mm`: rows sorted by expert, each group times its own weights; zeros
@@ -230,7 +239,7 @@ class Packed:
         pairs = zip(self.weights, self.layers, strict=True)
         return any(weight is one and bias is layer.bias for one, layer in pairs)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """That of the weights."""
         return self.weights[0].dtype
