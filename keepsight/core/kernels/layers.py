@@ -97,11 +97,13 @@ def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     known: weakref.WeakKeyDictionary[torch.nn.Module, _Parts] = weakref.WeakKeyDictionary()
 
     @functools.wraps(stock)
-    def forward(self: Layer, hidden_states: torch.Tensor, **named: Layer) -> torch.Tensor:
+    def forward(
+        self: Layer, hidden_states: torch.Tensor, *given: Layer, **named: Layer
+    ) -> torch.Tensor:
         linears = None if torch.compiler.is_compiling() else passes.for_whole_layers()
         turns = named.get("position_embeddings")
-        if linears is None or turns is None or turns[0].dim() != 3:
-            return stock(self, hidden_states, **named)
+        if linears is None or given or turns is None or turns[0].dim() != 3:
+            return stock(self, hidden_states, *given, **named)
         parts = known.get(self)
         if parts is None or not parts.stand():
             if not _is_llamas(self):
