@@ -1,1 +1,1 @@
-"""From a prefilled prompt to an answer: lanes, batches, guessed tokens, sampling, text."""
+"""Passes over segments of sequences: lanes, guessed tokens, sampling, text."""
