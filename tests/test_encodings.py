@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +28,8 @@ from tokenizers import (
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core.rendering import encodings, render
-from keepsight.core.rendering.encodings import Encodings, Seams
+from keepsight.core.rendering.control_tokens import ControlTokens
+from keepsight.core.rendering.encodings import Encodings
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]"]
 BITS = [
@@ -123,7 +122,9 @@ def tokenizer_of(kind: str, bos: bool = False, **flags: bool) -> Any:
     if bos:
         pair = ("<s>", raw.token_to_id("<s>"))
         raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[pair])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>" if bos else None)
+    unknown = getattr(raw.model, "unk_token", None) or "<unk>"
+    named = {"unk_token": unknown} if raw.token_to_id(unknown) is not None else {}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>" if bos else None, **named)
 
 
 def text_of(chance: random.Random) -> str:
@@ -141,36 +142,32 @@ def changed(text: str, chance: random.Random) -> str:
     return text[:spot] if deed == "cut" else text
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encodings, "LEAST", 1)
+def encodings(tokenizer: Any) -> Any:
+    return Encodings(tokenizer, ControlTokens("{{ x }}", tokenizer))
 
 
-def expect_equal(mine: Any, tokenizer: Any, text: str, special: bool = True) -> int:
-    """Characters that were tokenized; none where the tokenizer's texts are never cut."""
+def made(mine: Any, tenant: str, text: str) -> int:
+    """Characters that are tokenized for a text, whose ids are those of the text by itself."""
     seen: list[str] = []
-
-    def clean(ids: np.ndarray, text: str, begins: bool) -> bool:
-        seen.append(text)
-        return True
-
-    found = mine.encode(tokenizer, text, special, clean)
-    if found is not None:
-        wanted = tokenizer(text, add_special_tokens=special)["input_ids"]
-        assert found.tolist() == wanted, text
+    real = Encodings._made
+    mine._made = lambda parts: seen.extend(parts) or real(mine, parts)
+    found = mine.encode(text, tenant)
+    begins = mine._tokenizer.bos_token is not None and text.startswith("<s>")
+    wanted = mine._tokenizer(text, add_special_tokens=not begins)["input_ids"]
+    assert found.tolist() == wanted, text
     return sum(map(len, seen))
 
 
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_cut_of_a_text_changes_its_ids(kind: str, bos: bool) -> None:
-    chance, tokenizer = random.Random(kind), tokenizer_of(kind, bos)
-    mine, texts = Encodings().of(""), [text_of(chance) for _ in range(3)]
+    chance, mine = random.Random(kind), encodings(tokenizer_of(kind, bos))
+    texts = [text_of(chance) for _ in range(3)]
     tokenized = whole = 0
     for _ in range(150):
         spot = chance.randrange(len(texts))
         texts[spot] = changed(texts[spot], chance)[-3000:] or text_of(chance)
-        tokenized += expect_equal(mine, tokenizer, texts[spot])
+        tokenized += made(mine, "", texts[spot])
         whole += len(texts[spot])
     assert tokenized < 0.6 * whole
 
@@ -178,7 +175,9 @@ def test_no_cut_of_a_text_changes_its_ids(kind: str, bos: bool) -> None:
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
 def test_tokens_that_look_beside_them_are_no_seams(flag: str) -> None:
     tokenizer = tokenizer_of("byte level", **{flag: True})
-    assert not Seams(tokenizer).names
+    mine = encodings(tokenizer)
+    made(mine, "", 9 * "<s>hello</s>")
+    assert not len(mine)
 
 
 def test_a_tokenizer_that_ends_texts_is_not_cut() -> None:
@@ -186,7 +185,9 @@ def test_a_tokenizer_that_ends_texts_is_not_cut() -> None:
     end = ("</s>", tokenizer.convert_tokens_to_ids("</s>"))
     post = processors.TemplateProcessing(single="$A </s>", special_tokens=[end])
     tokenizer.backend_tokenizer.post_processor = post
-    assert not Seams(tokenizer).names
+    mine = encodings(tokenizer)
+    made(mine, "", 9 * "<s>hello</s>")
+    assert not len(mine)
 
 
 def renormalized(tokenizer: Any) -> None:
@@ -219,35 +220,50 @@ def added_longer(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "change", [renormalized, spaced, started, added, added_again, added_longer]
 )
-def test_a_changed_tokenizer_is_asked_for_the_whole_text(change: Callable[[Any], None]) -> None:
-    tokenizer, mine = tokenizer_of("byte level"), Encodings().of("")
-    text = "<s>The quick brown fox. <think>A</s>" + 5 * "<s></s>"
-    expect_equal(mine, tokenizer, text)
-    before = tokenizer(text)["input_ids"]
-    change(tokenizer)
-    assert tokenizer(text)["input_ids"] != before
-    expect_equal(mine, tokenizer, text + "more</s>")
+def test_a_changed_tokenizer_is_asked_again(change: Callable[[Any], None]) -> None:
+    model, processor = build("qwen3_vl")
+    processor = copy.copy(processor)
+    tokenizer = processor.tokenizer = tokenizer_of("byte level")
+    source = "{% for m in messages %}<s>{{ m.content }}A{% endfor %}</s>"
+    placeholder = AddedToken("<|image_pad|>", special=True, normalized=False)
+    tokenizer.add_tokens([placeholder], special_tokens=True)
+    with ks.wrap(model, processor, chat_template=source) as vlm:
+        vlm.runtime.family.placeholders["image"] = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        talk = [{"role": "user", "content": "The quick brown fox. <think> \ufb01"}] * 3
+        before = vlm.render(talk).ids.tolist()
+        change(tokenizer)
+        prompt = vlm.render(talk)
+        assert prompt.ids.tolist() == tokenizer(prompt.text)["input_ids"] != before
 
 
 def test_a_longer_token_at_the_seam_is_seen() -> None:
     """What ends in the new part may begin before the seam, or in its place."""
-    tokenizer, mine = tokenizer_of("byte level"), Encodings().of("")
+    tokenizer = tokenizer_of("byte level")
     tokenizer.add_special_tokens({"additional_special_tokens": ["b</s>cd", "</s>xyz"]})
+    mine = encodings(tokenizer)
     for start in ("<s>a</s>a</s>a</s>ab</s>c", "<s>a</s>a</s>a</s>a</s>xy"):
         for more in ("", "d", "z", "</s>"):
-            expect_equal(mine, tokenizer, start)
-            expect_equal(mine, tokenizer, start + more)
+            made(mine, "", start)
+            made(mine, "", start + more)
 
 
 def test_a_tenant_is_not_answered_sooner_for_what_another_asked() -> None:
-    tokenizer, everyone = tokenizer_of("byte level"), Encodings()
-    text = "<s>hello</s>" * 9
-    assert expect_equal(everyone.of("a"), tokenizer, text) == len(text)
-    assert expect_equal(everyone.of("b"), tokenizer, text) == len(text)
-    assert expect_equal(everyone.of("a"), tokenizer, text) < len(text) / 2
-    everyone.clear("a")
-    assert len(everyone) == 1
-    assert expect_equal(everyone.of("a"), tokenizer, text) == len(text)
+    mine = encodings(tokenizer_of("byte level"))
+    text = "".join(f"<s>hello {n}</s>" for n in range(9))
+    first = made(mine, "a", text)
+    assert made(mine, "b", text) == first and made(mine, "a", text) == 0
+    mine.clear("a")
+    assert made(mine, "b", text) == 0 and made(mine, "a", text) == first
+    mine.clear()
+    assert not len(mine) and not mine.nbytes
+
+
+def test_texts_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepsight.core.rendering.encodings._BUDGET", 10_000)
+    mine = encodings(tokenizer_of("byte level"))
+    for number in range(50):
+        made(mine, "", f"<s>hello {number}</s>")
+        assert 0 < mine.nbytes <= 10_000
 
 
 # -- whole conversations -----------------------------------------------------------------------
@@ -298,16 +314,6 @@ def test_a_conversation_is_rendered_as_by_somebody_who_never_saw_it(vlm: Any, se
 
 def test_what_was_asked_is_forgotten_with_everything_else(vlm: Any) -> None:
     vlm.render([{"role": "user", "content": "hello " * 40}])
-    assert len(vlm.runtime.engine.answers.prompts)
+    assert len(vlm.runtime.renderer.encodings)
     vlm.clear()
-    assert not len(vlm.runtime.engine.answers.prompts)
-
-
-def test_placeholders_are_found_as_by_a_search_of_the_whole_text() -> None:
-    chance = random.Random(5)
-    for words in (["<a>"], ["<a>", "<b>"], ["aa", "aab"], ["aab", "aa"], ["ab", "ba"]):
-        pattern = re.compile("|".join(map(re.escape, words)))
-        for _ in range(200):
-            text = "".join(chance.choices(["a", "b", "<a>", "<", "aa"], k=9))
-            wanted = [found.span() for found in pattern.finditer(text)]
-            assert [found.span() for found in render.find_words(pattern, text, words)] == wanted
+    assert not len(vlm.runtime.renderer.encodings)

@@ -103,19 +103,34 @@ def test_how_much_a_token_covers(
     assert Lengths(demo_parts["demo"][0], tokenizer).longest == expected
 
 
+class Slow(Counted):
+    """A tokenizer that holds long texts up."""
+
+    began, go_on = threading.Event(), threading.Event()
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        if len(text) > 4000:
+            self.began.set()
+            assert self.go_on.wait(30)
+        return super().__call__(text, **options)
+
+
 def test_a_short_text_does_not_wait_for_a_long_one(vlm: Any) -> None:
     with Together(vlm) as together:
         together.submit(user("Hello!"), max_new_tokens=1).result()
-        memory, ended = vlm.runtime, threading.Event()
+        slow = vlm.runtime.renderer.tokenizer = Slow(vlm.runtime.renderer.tokenizer)
+        ended = threading.Event()
 
         def long() -> None:
-            with memory.renderers.turn(memory.renderer, 1 << 20):
-                ended.set()
+            with pytest.raises(PromptTooLong):
+                together.submit(user("x y " * 1500), max_new_tokens=1)
+            ended.set()
 
-        with memory.renderers.turn(memory.renderer, 1 << 20):
-            thread = threading.Thread(target=long)
-            thread.start()
-            assert together.submit(user("Hello!"), max_new_tokens=1).result().tokens
-            assert not ended.is_set()
+        thread = threading.Thread(target=long)
+        thread.start()
+        assert slow.began.wait(30)
+        assert together.submit(user("Hello!"), max_new_tokens=1).result().tokens
+        assert not ended.is_set()
+        slow.go_on.set()
         thread.join(30)
         assert ended.is_set()

@@ -33,8 +33,8 @@ def asked(
     seq.prompt, seq.current, seq.tokenizer = order.prompt, order.current, tokenizer
     if answers:
         seq.options, seq.default_tokens = call.decoding, DEFAULT_CHAT_TOKENS
-        with runtime.lock.beside(), runtime.renderers.turn(order.renderer(), 0):
-            runtime.engine.choose(seq)  # stop strings need the tokenizer
+        with runtime.lock.beside():
+            runtime.engine.choose(seq)
     return seq
 
 

@@ -145,7 +145,7 @@ def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
 
     def forget() -> int:
         runtime.refresh(tenant)
-        runtime.engine.answers.clear(tenant)
+        runtime.forget_said(tenant)
         prompt = runtime.render(what, call) if _is_conversation(what) else None
         media.extend(_named(runtime.vision_of(tenant), what) if prompt is None else prompt.media)
         freed: int = sum(runtime.forget(medium, tenant) for medium in media)

@@ -19,7 +19,6 @@ from keepsight.core.decoding.state import Shape
 from keepsight.core.engine import Engine
 from keepsight.core.kernels import grouped as attention
 from keepsight.core.kernels import passes
-from keepsight.core.rendering.order import Renderers
 from keepsight.core.rendering.render import Name, Renderer
 from keepsight.core.settings import (
     RuntimeSettings,
@@ -86,7 +85,6 @@ class Runtime:
         attention.begin()
         passes.begin()
         self.lock, self._renderer, self.closed = FairLock(), renderer, False
-        self.renderers = Renderers()
         self.housekeeping = Mutex()  # taken before `lock`, to pin or remove in all tiers
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
@@ -179,8 +177,7 @@ class Runtime:
         if (renderer := self.renderer) is None:
             raise InputError(_NO_PROCESSOR)
         given = (messages, name or self.vision_of(call.tenant).name, generate)
-        earlier = self.engine.answers.prompts.of(call.tenant)
-        return renderer.render(*given, earlier, **call.template)
+        return renderer.render(*given, call.tenant, **call.template)
 
     # -- tenants ---------------------------------------------------------------------------------
 
@@ -240,7 +237,7 @@ class Runtime:
             )
         names.remove(oldest)
         self.tree.let_go_of(oldest)
-        self.engine.answers.clear(oldest)
+        self.forget_said(oldest)
         self.visions.pop(oldest).clear()
         kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
         self.made_under = kept
@@ -336,13 +333,20 @@ class Runtime:
     def forget(self, medium: Medium, tenant: str) -> int:
         """Drop everything in memory about an image; return the bytes freed."""
         freed = self.vision_of(tenant).forget(medium)
-        self.engine.answers.clear(tenant)
+        self.forget_said(tenant)
         return freed + self.tree.forget_media(medium.key, tenant)
+
+    def forget_said(self, tenant: str | None) -> None:
+        """Forget texts and answers of one tenant, or of all."""
+        self.engine.answers.clear(tenant)
+        if self._renderer is not None:
+            self._renderer.encodings.clear(tenant)
 
     def clear(self, tenant: str | None = None) -> None:
         """Forget everything in memory, of all tenants or one; a running turn does not restore
         it."""
         self.engine.clear(tenant)
+        self.forget_said(tenant)
         self.tree.clear(tenant)
         for name, vision in self.visions.items():
             if tenant in (None, name):

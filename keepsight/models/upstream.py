@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import jinja2
 import torch
 import transformers
+from jinja2 import nodes
 from numpy import ndarray
 from torch import Tensor
 from torch._ops import OpOverload
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
+from keepsight.kinds import Decoded, Inputs, Message, Options, Processor, Record
 from keepsight.models.private import FUNCTION as FUNCTION
 from keepsight.models.private import PrivateApi
 from keepsight.models.tested import refuse_unknown
@@ -48,48 +48,48 @@ NAMED = frozenset(
 
 # -- text ------------------------------------------------------------------------------------------
 
-_ENCODE = PrivateApi(
-    "transformers.PreTrainedTokenizerBase",
-    "_encode_without_added_tokens",
+_MARKED = PrivateApi(
+    "transformers.utils.chat_template_utils",
+    "encode_marked_chat",
     "to encode a typed control token as text",
-    without="it is spelled out, one character after another",
 )
 _PLAIN = PrivateApi(
     "transformers.utils.chat_template_utils",
     "_plain_template_data",
     "to render messages with objects in them",
-    without="messages of plain data are rendered, others raise",
 )
 _COMPILED = PrivateApi(
     "transformers.utils.chat_template_utils",
     "_compile_jinja_template",
-    "to render plain messages without copies of them",
-    without="they are copied",
+    "to read chat templates and render plain messages without copies",
 )
 
 
-def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text in which no added token is recognised."""
-    if (encode := _ENCODE.found(tokenizer)) is not None:
-        return list(encode(text))
-    return [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
+def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text in which control tokens that are none stand between markers."""
+    ids: list[int] = _MARKED.needed()(tokenizer, text)
+    return ids
 
 
-def plain_data(value: Any) -> Any:
+def plain_data(value: object) -> Any:
     """Data as a chat template sees it: numbers, strings, lists and records."""
-    return value if _PLAIN.found() is None and _is_plain(value) else _PLAIN.needed()(value)
+    return _PLAIN.needed()(value)
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, Mapping):
-        value = [one for pair in value.items() for one in pair]
-    inside = isinstance(value, list | tuple) and all(map(_is_plain, value))
-    return inside or value is None or isinstance(value, str | int | float)
+def rendered(
+    source: str, tokenizer: PreTrainedTokenizerBase, messages: list[Message], generate: bool
+) -> str:
+    """Plain messages under a chat template, without the copies that Transformers makes first."""
+    named = tokenizer.special_tokens_map
+    more = {"tools": None, "documents": None, "add_generation_prompt": generate}
+    text: str = _COMPILED.needed()(source).render(messages=messages, **more, **named)
+    return text
 
 
-def compiled_template(source: str) -> jinja2.Template | None:
-    """A chat template compiled as in Transformers."""
-    return None if (compiled := _COMPILED.found()) is None else compiled(source)
+def parsed_template(source: str) -> nodes.Template:
+    """A chat template as Transformers parses it."""
+    tree: nodes.Template = _COMPILED.needed()(source).environment.parse(source)
+    return tree
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

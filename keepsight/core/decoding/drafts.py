@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepsight.core.rendering.conversations import EarlierPrompts
 from keepsight.prefix.prompt import Prompt
 
 SHORTEST, LONGEST = 2, 32  # matching tokens: fewer are no match, more are not counted
@@ -50,11 +49,9 @@ class DraftCounts:
 
 
 class EarlierAnswers:
-    """Earlier answers by tenant, each with the end of its prompt, in one array of ids; and the
-    latest prompts as texts."""
+    """Earlier answers by tenant, each with the end of its prompt, in one array of ids."""
 
     def __init__(self) -> None:
-        self.prompts = EarlierPrompts()
         self._by_tenant: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def of(self, tenant: str) -> np.ndarray:
@@ -70,8 +67,7 @@ class EarlierAnswers:
             self._by_tenant.popitem(last=False)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget the answers and prompts of one tenant, or of all."""
-        self.prompts.clear(tenant)
+        """Forget the answers of one tenant, or of all."""
         if tenant is None:
             self._by_tenant.clear()
         else:

@@ -1,169 +1,123 @@
-"""Control tokens as text: their spelling, a code for them, and token ids of text that holds some.
+"""Control tokens that a caller types are text; only what the chat template itself writes counts.
 
-The renderer writes text that only looks like a control token in code. This module reads the code
-back and gives such text the ids of ordinary text.
+Transformers encodes a control token as text where its markers stand around it
+(`apply_chat_template(..., sanitize_control_tokens=True)`). It marks whole tokens in values. Here
+tokens are also found that are pieced together, by several strings or by the template's own text,
+and in the names of fields: a break, which is no part of any token, is put around each character of
+a caller's that a token could begin or end with. A token without a break in the rendered text is the
+template's; the others are marked for Transformers, and the breaks are taken out.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
-import numpy as np
+import jinja2
+import transformers
+from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.encodings import TenantEncodings
-from keepsight.errors import MessagesError
+from keepsight.kinds import Message, Record
 from keepsight.models import upstream
 
-# Rare ideographs. Unlike private-use characters they print, so no tool escapes them when it writes
-# a list or a record as text.
-_RARE = (range(0x30000, 0x3134B), range(0x20000, 0x2A6D7))
-_IS_RARE = re.compile("[\U00030000-\U0003134a\U00020000-\U0002a6d6]")
-_NEVER = "(?!)"  # a pattern that nothing matches
-
-
-class Code:
-    """A code: one rare character for each of some characters; all outside of `taken`."""
-
-    def __init__(self, characters: Collection[str], taken: Collection[str] = ()) -> None:
-        free = (new for block in _RARE for new in map(chr, block) if new not in taken)
-        pairs = list(zip(sorted(characters), free, strict=False))
-        if len(pairs) < len(characters):
-            raise MessagesError("the messages use every character that the code could use")
-        self.characters = frozenset(new for _, new in pairs)
-        self._put = {ord(old): new for old, new in pairs}
-        self._read = {ord(new): old for old, new in pairs}
-        self.runs = re.compile(f"([{''.join(new for _, new in pairs)}]+)" if pairs else "((?!))")
-
-    def put(self, text: str) -> str:
-        """Encode a text."""
-        return text.translate(self._put)
-
-    def read(self, text: str) -> str:
-        """Decode a text, including its coded control tokens."""
-        return self.runs.sub(lambda run: run[0].translate(self._read), text)
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A rendered conversation. Text that only looks like a control token is written in `code`."""
-
-    text: str
-    code: Code | None = None
-
-    def plain(self, text: str) -> str:
-        """Decode a text that was cut out of this one."""
-        return text if self.code is None else self.code.read(text)
+BREAK = "\U000e01ef"  # the last variation selector: no script uses it, and no tool escapes it
+START, END = "\U000f0000", "\U000f0001"  # Transformers' markers
+_OURS = re.compile(f"[{BREAK}{START}{END}]")
+MARKED = re.compile(f"{START}(.*?){END}", re.DOTALL)
+# The role. Templates may build tokens from it, as Phi's does: '<|' + message.role + '|>'.
+_ROLES = frozenset(
+    {
+        *("system", "user", "assistant", "tool", "developer", "function", "model", "observation"),
+        *("ipython", "environment", "System", "User", "Assistant", "human", "gpt", "bot"),
+    }
+)
+_ANSWERS = ("assistant", "model")
+# Methods whose first argument is searched for, not written.
+_SEARCHES = frozenset(
+    {
+        *("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind"),
+        *("index", "count", "replace", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix"),
+    }
+)
 
 
 class ControlTokens:
-    """The control tokens of a model: their spelling and their ids."""
+    """The control tokens under one template; `more` are texts that count as such."""
 
-    def __init__(self, names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, source: str, tokenizer: PreTrainedTokenizerBase, more: Iterable[str] = ()
+    ) -> None:
+        tree = _parsed(source)
+        texts = {*(n.data for n in tree.find_all(nodes.TemplateData)), *_constants(tree)}
+        found = {*_names(tokenizer, texts), *more}
         # A single character occurs in ordinary text, even if a tokenizer calls it special.
-        self.names = sorted({n for n in names if len(n) > 1 and not n.isspace()})
-        pattern = _any_of(self.names) or _NEVER
-        self.find, self._cut = re.compile(pattern), re.compile(f"({pattern})")
-        self.characters = frozenset("".join(self.names))
-        edges = {c for name in self.names for c in (name[0], name[-1])}
-        marks = edges | {c for c in self.characters if not (c.isalnum() or c.isspace() or c == "_")}
-        # To forge a token, a text must hold its beginning, its end or its punctuation.
-        self.marks = marks_of(marks)
+        self.names = sorted(n for n in found if len(n) > 1 and not n.isspace())
+        self.find = re.compile(any_of(self.names) or "(?!)")
         ids = {name: tokenizer.convert_tokens_to_ids(name) for name in self.names}
-        self._ids = {n: i for n, i in ids.items() if i not in (None, tokenizer.unk_token_id)}
+        self.ids = {n: i for n, i in ids.items() if i not in (None, tokenizer.unk_token_id)}
+        edges = {c for n in self.names for c in (n[0], n[-1]) if not c.isalnum()}
+        words = [n for n in self.names if not edges & {n[0], n[-1]}]
+        self._marks = any_of({*edges, *words}) or "(?!)"
+        self._put = re.compile(self._marks)
+        # Thoughts that a template looks for in an answer are found there, as in stock.
+        sought = {n for text in _sought(tree) for n in self.find.findall(text)}
+        sought -= {*tokenizer.all_special_tokens, *more}
+        self._put_in_answers = re.compile(f"({any_of(sought) or '(?!)'})|{self._marks}")
+        self._gaps = _gaps(self.names, texts)
+        self._known = texts | {n.attr for n in tree.find_all(nodes.Getattr)}
 
-    def in_code(self, code: Code) -> re.Pattern[str]:
-        """A pattern that finds control tokens written in code."""
-        return re.compile(_any_of(map(code.put, self.names)) or _NEVER)
+    def broken(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Messages and options with breaks in everything that a caller gives."""
+        options = dict(options)
+        if isinstance(tools := options.get("tools"), list | tuple):
+            options["tools"] = [_schema(tool) for tool in tools]
+        everywhere = partial(self._text, self._put)
+        in_answers = partial(self._text, self._put_in_answers)
 
-    def encode(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        rendered: Rendered,
-        start: list[int],
-        earlier: TenantEncodings | None = None,
-    ) -> list[int] | np.ndarray:
-        """The ids of a text; only control tokens outside of the code become control tokens.
+        def put(message: Message) -> Record:
+            made: Record = {}
+            for name, value in message.items():
+                if name == "content":
+                    answers = message["role"] in _ANSWERS
+                    made[name] = _content(in_answers if answers else everywhere, value)
+                elif name == "role" and value in _ROLES:
+                    made[name] = value
+                else:
+                    made[everywhere(name)] = _each(everywhere, value)
+            return made
 
-        `start` is what the tokenizer puts before every text. If the text begins like an `earlier`
-        one, only the rest is tokenized.
-        """
-        text, code = rendered.text, rendered.code
-        bos = tokenizer.bos_token
-        written = bos is not None and text.startswith(bos)
-        lead = [] if written else start
-        pieces = [text] if code is None else code.runs.split(text)
-        if len(pieces) == 1 and earlier is not None:
+        more = {name: _each(everywhere, value) for name, value in options.items()}
+        return [put(message) for message in messages], more
 
-            def clean(ids: np.ndarray, text: str, begins: bool) -> bool:
-                return not self._among(ids) - self._written(text) - Counter(lead if begins else ())
+    def _text(self, pattern: re.Pattern[str], text: str) -> str:
+        if not text.isascii():
+            text = _OURS.sub("", text)
+        inner = text.strip() if self._gaps else ""
+        if inner and inner in self._gaps and text not in self._known:
+            text = text.replace(inner, BREAK + inner, 1)  # the template would complete it
+        return pattern.sub(_with_breaks, text)
 
-            found = earlier.encode(tokenizer, text, not written, clean)
-            if found is not None:
-                return found
-        if len(pieces) == 1:
-            ids: list[int] = tokenizer(text, add_special_tokens=not written)["input_ids"]
-        else:
-            ids = [*lead, *self._joined(tokenizer, [*map(rendered.plain, pieces)], 1)]
-        allowed = self._written(text) + Counter(lead)
-        if self._among(ids) - allowed:  # the tokenizer also makes control tokens of other text
-            pieces = [rendered.plain(piece) for piece in self._cut.split(text)]
-            ids = [*lead, *self._joined(tokenizer, pieces, 0)]
-        if forged := self._among(ids) - allowed:
-            names = ", ".join(tokenizer.convert_ids_to_tokens(list(forged)))
-            raise MessagesError(f"the tokenizer makes control tokens of plain text: {names}")
-        return ids
-
-    def _joined(
-        self, tokenizer: PreTrainedTokenizerBase, pieces: list[str], literal: int
-    ) -> Iterator[int]:
-        """Ids of a text in pieces. Every second one, starting with `literal`, is plain text."""
-
-        def encode(texts: list[str]) -> list[list[int]]:
-            found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            return found
-
-        def spell(texts: list[str]) -> list[list[int]]:
-            known = {text: self._as_text(tokenizer, text) for text in set(texts)}
-            return [known[text] for text in texts]
-
-        ids: list[list[int]] = [[]] * len(pieces)
-        ids[literal::2] = _behind(pieces[literal::2], spell)
-        ids[1 - literal :: 2] = _behind(pieces[1 - literal :: 2], encode)
-        ids[0] = (encode if literal else spell)(pieces[:1])[0]
-        return itertools.chain.from_iterable(ids)
-
-    def _as_text(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        ids = upstream.encode_as_text(tokenizer, text)
-        if self._among(ids):  # some vocabulary models know them as words: spell them in characters
-            return [i for c in text for i in upstream.encode_as_text(tokenizer, c)]
-        return ids
-
-    def _among(self, ids: list[int] | np.ndarray) -> Counter[int]:
-        """How often each control token occurs in a list of ids."""
-        found = np.asarray(ids, dtype=np.int64)
-        return Counter(found[np.isin(found, list(self._ids.values()))].tolist())
-
-    def _written(self, text: str) -> Counter[int]:
-        """How often each control token is written in a text, by id."""
-        return Counter(self._ids[name] for name in self.find.findall(text) if name in self._ids)
+    def marked(self, text: str) -> str:
+        """A rendered text without breaks; tokens that the template did not write are marked."""
+        if BREAK not in text:
+            return text
+        made, cursor = [], 0
+        for start, end in [*(m.span() for m in self.find.finditer(text)), (len(text), len(text))]:
+            plain = text[cursor:start].replace(BREAK, "")
+            made += [self.find.sub(f"{START}\\g<0>{END}", plain), text[start:end]]
+            cursor = end
+        return "".join(made)
 
 
-def marks_of(characters: Collection[str]) -> re.Pattern[str]:
-    """A pattern that matches any of these characters."""
-    return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else _NEVER)
+def unmarked(text: str) -> str:
+    """A text without Transformers' markers."""
+    return MARKED.sub(r"\1", text) if START in text else text
 
 
-def rare_characters(texts: Iterable[str]) -> frozenset[str]:
-    """The characters of some texts that their code may not use."""
-    return frozenset(c for t in texts if not t.isascii() for c in _IS_RARE.findall(t))
-
-
-def _any_of(words: Iterable[str]) -> str:
+def any_of(words: Iterable[str]) -> str:
     """A pattern for the longest of some words; its run time does not grow with their number."""
     rests: dict[str, list[str]] = {}
     ends = False
@@ -171,17 +125,86 @@ def _any_of(words: Iterable[str]) -> str:
         ends = ends or not word
         if word:
             rests.setdefault(word[0], []).append(word[1:])
-    branches = [re.escape(first) + _any_of(rest) for first, rest in sorted(rests.items())]
+    branches = [re.escape(first) + any_of(rest) for first, rest in sorted(rests.items())]
     if len(branches) > 1 or (branches and ends):
         return f"(?:{'|'.join(branches)})" + ("?" if ends else "")
     return branches[0] if branches else ""
 
 
-def _behind(texts: list[str], encode: Callable[[list[str]], list[list[int]]]) -> list[list[int]]:
-    """The ids of texts that follow other text."""
-    # After a line break, because SentencePiece adds a space before the start of a text.
-    newline, *found = encode(["\n", *(f"\n{text}" for text in texts)])
-    cut = len(newline)
-    alone = [not cut or ids[:cut] != newline for ids in found]
-    again = iter(encode([text for text, odd in zip(texts, alone, strict=True) if odd] or [""]))
-    return [next(again) if odd else ids[cut:] for odd, ids in zip(alone, found, strict=True)]
+def _with_breaks(found: re.Match[str]) -> str:
+    if found.lastindex:
+        return found[0]
+    return f"{BREAK}{found[0][0]}{BREAK}{found[0][1:]}"
+
+
+def _content(change: Callable[[str], str], content: Any) -> Any:
+    """Content with its texts changed; the types of its parts are ours."""
+    if isinstance(content, str):
+        return change(content)
+    if not isinstance(content, list):
+        return _each(change, content)
+    return [{**p, "text": change(p["text"])} if "text" in p else p for p in content]
+
+
+def _each(change: Callable[[str], str], value: Any) -> Any:
+    """Data with every string changed, names of fields too."""
+    if isinstance(value, str):
+        return change(value)
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_each(change, name): _each(change, inside) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each(change, inside) for inside in value]
+    return _each(change, upstream.plain_data(value))
+
+
+def _schema(tool: Any) -> Any:
+    """A tool as a record, also one given as a function."""
+    return transformers.utils.get_json_schema(tool) if callable(tool) else tool
+
+
+def _parsed(source: str) -> nodes.Template:
+    try:
+        return upstream.parsed_template(source)
+    except jinja2.TemplateSyntaxError:  # rendering will report it
+        return nodes.Template([])
+
+
+def _constants(tree: nodes.Node) -> Iterator[str]:
+    """Every string of a template's expressions."""
+    return (n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str))
+
+
+def _sought(tree: nodes.Template) -> Iterator[str]:
+    """Strings that a template compares or searches for."""
+    for compared in tree.find_all(nodes.Compare):
+        yield from _constants(compared)
+    for called in tree.find_all(nodes.Call):
+        if isinstance(called.node, nodes.Getattr) and called.node.attr in _SEARCHES:
+            yield from (text for one in called.args for text in _constants(nodes.List([one])))
+
+
+def _gaps(names: list[str], texts: set[str]) -> str:
+    """Every text between two texts of the template that would complete a token."""
+    longest = max(map(len, names), default=0)
+    ends = {text[-n:] for text in texts for n in range(1, min(longest, len(text)) + 1)}
+    starts = {text[:n] for text in texts for n in range(1, min(longest, len(text)) + 1)}
+    return "\0".join(
+        name[i:j]
+        for name in names
+        for i in range(1, len(name) - 1)
+        if name[:i] in ends
+        for j in range(i + 1, len(name))
+        if name[j:] in starts
+    )
+
+
+def _names(tokenizer: PreTrainedTokenizerBase, texts: set[str]) -> Iterator[str]:
+    """Special tokens, and other added tokens that the template writes or the tokenizer lists."""
+    listed = set(getattr(tokenizer, "chat_control_tokens", None) or ())
+    written = "\0".join(texts)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special or token.content in listed or token.content in written:
+            yield token.content
+    yield from tokenizer.all_special_tokens

@@ -1,184 +1,162 @@
-"""Tokenizes only the added part of a text that begins like an earlier one.
+"""The ids of a rendered text. What stands between control tokens is tokenized once.
 
-A tokenizer first splits a text at its added tokens and tokenizes each part by itself. So a text may
-be cut before an added token: the ids before it do not change. Only tokenizers that pass a trial
-(`Seams`) are treated so; the trial is repeated when the tokenizer changes. A few tokens before the
-new ones are always made again and compared.
+A tokenizer first splits a text at its added tokens and tokenizes each part by itself, so a text may
+be cut before such a token. Tokenizers are treated so that pass a trial; for others a text is
+tokenized whole. A tenant only finds parts of its own, so timing tells nothing about other tenants.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.latest import RecentEntries
+from keepsight.core.rendering.control_tokens import END, MARKED, START, ControlTokens, any_of
+from keepsight.errors import MessagesError
+from keepsight.models import upstream
 
-LEAST = 512  # characters; shorter texts are tokenized whole
-_AGAIN = 2  # how many seams before the end of the common part tokenizing starts again
-# Texts beside a seam in the trial: all kinds of spaces, combining accents, ligatures, scripts
+_BUDGET = 16 << 20  # bytes of parts, of all tenants
+_BESIDES = 512  # approximate bytes of a part beside its text and ids
+# Texts beside a cut in the trial: all kinds of spaces, combining accents, ligatures, scripts
 # without spaces, joined emoji, digits, signs.
 _BESIDE = (
     "x", " x", "x ", "  ", "\n", "\n\n x", "\t", "\u00a0", "\u2581", "\u0301e", "e\u0301", "\ufb01",
     "\u4e2d\u6587", "\U0001f469\u200d\U0001f467", "12 345", "'s", "<|", "|>", "\u0e33", "\uac01",
     "A.",
 )  # fmt: skip
-Clean = Callable[[np.ndarray, str, bool], bool]
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedText:
-    """A text and its ids. It may be cut before each seam, given as (character, token)."""
+class Encodings:
+    """Encodes texts with one tokenizer in its present state; thread-safe."""
 
-    tenant: str
-    seams_of: Seams
-    special: bool
-    text: str
-    ids: np.ndarray
-    characters: list[int]
-    tokens: list[int]
-
-
-class Seams:
-    """The added tokens before which a tokenizer's texts may be cut."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._state = _state(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: ControlTokens) -> None:
+        self._tokenizer, self._tokens = tokenizer, tokens
+        self._control = frozenset(tokens.ids.values())
+        self._start: list[int] = tokenizer("")["input_ids"]  # put before every text
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        added = {} if backend is None else backend.get_added_tokens_decoder()
-        self.longest = max((len(token.content) for token in added.values()), default=0)
-        self.names = {
-            number: token.content
-            for number, token in added.items()
+        added = [] if backend is None else [*backend.get_added_tokens_decoder().values()]
+        pattern = any_of(token.content for token in added if not token.normalized) or "(?!)"
+        self._split = re.compile(f"({START}.*?{END}|{pattern})", re.DOTALL)
+        self._seams = frozenset(
+            token.content
+            for token in added
             if token.special
-            and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+            and not (token.normalized or token.lstrip or token.rstrip)
             and len(token.content) > 1
-        }
-        if not self._are_shown(tokenizer):
-            self.names = {}
-        self.ids = np.array(sorted(self.names), dtype=np.int64)
+        )
+        if any(token.single_word for token in added) or not self._may_be_cut():
+            self._seams = frozenset()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], np.ndarray] = OrderedDict()
+        self.nbytes = 0
 
-    def hold(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the tokenizer is unchanged since the trial."""
-        return self._state == _state(tokenizer)
+    def encode(self, text: str, tenant: str | None) -> np.ndarray:
+        """The ids of a text with marked control tokens; without a tenant nothing is remembered."""
+        bos = self._tokenizer.bos_token
+        begun = bos is not None and text.startswith(bos)
+        if not self._seams and START not in text:
+            ids = self._tokenizer(text, add_special_tokens=not begun)["input_ids"]
+            return self._checked(text, ids, [] if begun else self._start)
+        lead = [] if begun else self._start
+        parts = self._parts(text)
+        known: dict[str, np.ndarray] = {}
+        if tenant is not None:
+            with self._lock:
+                for part in parts:
+                    if (ids := self._kept.get((tenant, part))) is not None:
+                        self._kept.move_to_end((tenant, part))
+                        known[part] = ids
+        new = [part for part in dict.fromkeys(parts) if part not in known]
+        known.update(zip(new, self._made(new), strict=True))
+        if tenant is not None:
+            self._keep(tenant, {part: known[part] for part in new})
+        return np.concatenate([np.asarray(lead, dtype=np.int64), *(known[part] for part in parts)])
 
-    def _are_shown(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget the texts of one tenant, or of all."""
+        with self._lock:
+            for key in [key for key in self._kept if tenant in (None, key[0])]:
+                self._drop(key)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _keep(self, tenant: str, made: dict[str, np.ndarray]) -> None:
+        if not self._seams:  # whole texts do not come again
+            return
+        with self._lock:
+            for part, ids in made.items():
+                if (tenant, part) not in self._kept:
+                    self._kept[tenant, part] = ids
+                    self.nbytes += _size(part, ids)
+            while self.nbytes > _BUDGET:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        self.nbytes -= _size(key[1], self._kept.pop(key))
+
+    def _parts(self, text: str) -> list[str]:
+        """The text, cut before each token where it may be cut."""
+        if not self._seams:
+            return [text]
+        first, *others = self._split.split(text)
+        parts = [[first]]
+        for token, behind in zip(others[::2], others[1::2], strict=True):
+            if token in self._seams:
+                parts.append([token, behind])
+            else:
+                parts[-1] += [token, behind]
+        return ["".join(part) for part in parts if part != [""]]
+
+    def _made(self, parts: list[str]) -> list[np.ndarray]:
+        """The ids of parts, without what the tokenizer puts before a text."""
+        plain = [part for part in parts if START not in part]
+        ids = iter(self._tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else [])
+        return [self._checked(p, self._typed(p) if START in p else next(ids)) for p in parts]
+
+    def _typed(self, part: str) -> list[int]:
+        try:
+            return upstream.encode_marked(self._tokenizer, part)
+        except ValueError:  # its vocabulary has a control token as a word: spell it
+            spelled = MARKED.sub(lambda token: START.join(["", *token[1], ""]), part)
+            return upstream.encode_marked(self._tokenizer, spelled)
+
+    def _checked(self, part: str, ids: list[int], lead: Iterable[int] = ()) -> np.ndarray:
+        """These ids, if all control tokens in them, but for a `lead`, are written in the text."""
+        if not self._control.isdisjoint(ids):
+            names = self._tokens.find.findall(MARKED.sub("\0", part) if START in part else part)
+            written = Counter(self._tokens.ids.get(name, -1) for name in names)
+            forged = Counter(i for i in ids if i in self._control) - written - Counter(lead)
+            if forged:
+                said = ", ".join(self._tokenizer.convert_ids_to_tokens(list(forged)))
+                raise MessagesError(f"the tokenizer makes control tokens of plain text: {said}")
+        return np.asarray(ids, dtype=np.int64)
+
+    def _may_be_cut(self) -> bool:
         # Only Transformers' own classes, which pass a text to the library unchanged.
-        if not self.names or not type(tokenizer).__module__.startswith("transformers."):
+        tokenizer = self._tokenizer
+        if not self._seams or not type(tokenizer).__module__.startswith("transformers."):
             return False
-        name = next(iter(self.names.values()))
+        name = min(self._seams)
         befores = [f"a{beside}" for beside in _BESIDE]
         behinds = [f"{name}{beside}b" for beside in _BESIDE]
         wholes = [before + behind for before in befores for behind in behinds]
-        first = tokenizer(befores)["input_ids"]
+        first = tokenizer(befores, add_special_tokens=False)["input_ids"]
         last = tokenizer(behinds, add_special_tokens=False)["input_ids"]
-        joined = [before + behind for before in first for behind in last]
+        joined = [[*self._start, *before, *behind] for before in first for behind in last]
         return bool(tokenizer(wholes)["input_ids"] == joined)
 
-    def find(self, text: str, ids: np.ndarray, places: list[tuple[int, int]]) -> list[list[int]]:
-        """The seams of a text, given the place of each token: (character, token) pairs."""
-        found: list[list[int]] = [[], []]
-        for token in np.flatnonzero(np.isin(ids, self.ids)).tolist():
-            start, end = places[token]
-            if end > start and text[start:end] == self.names[int(ids[token])]:
-                found[0].append(start)
-                found[1].append(token)
-        return found
 
-
-class Encodings(RecentEntries[EncodedText]):
-    """The latest texts, and the tokenizers whose texts may be cut.
-
-    Thread-safe if each thread has its own tokenizer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tried: list[tuple[PreTrainedTokenizerBase, Seams]] = []
-
-    def of(self, tenant: str) -> TenantEncodings:
-        """The texts of one tenant."""
-        return TenantEncodings(self, tenant)
-
-    def seams(self, tokenizer: PreTrainedTokenizerBase) -> Seams:
-        """Where texts of this tokenizer may be cut, in its present state."""
-        with self._lock:
-            tried = next((seams for known, seams in self._tried if known is tokenizer), None)
-        if tried is not None and tried.hold(tokenizer):
-            return tried
-        seams = Seams(tokenizer)
-        with self._lock:
-            self._tried = [pair for pair in self._tried if pair[0] is not tokenizer][-7:]
-            self._tried.append((tokenizer, seams))
-        return seams
-
-
-@dataclass(frozen=True)
-class TenantEncodings:
-    """The latest texts of one tenant."""
-
-    _all: Encodings
-    tenant: str
-
-    def encode(
-        self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool, clean: Clean
-    ) -> np.ndarray | None:
-        """The ids of a text, or None if it must be tokenized in another way.
-
-        With `special` the tokenizer adds its start tokens. `clean` is called with new ids, their
-        text and whether that text is the beginning; it tells whether the ids are as expected.
-        """
-        if len(text) < LEAST:
-            return None
-        seams = self._all.seams(tokenizer)
-        if not seams.names:
-            return None
-
-        def alike(one: EncodedText) -> str | None:
-            same = one.tenant == self.tenant and one.seams_of is seams and one.special == special
-            return one.text if same else None
-
-        begun, shared = self._all.longest(text, alike)
-        character, token, until = (0, 0, 0) if begun is None else _cut(begun, shared, seams)
-        rest = text[character:]
-        made = tokenizer(
-            rest, add_special_tokens=special and not character, return_offsets_mapping=True
-        )
-        ids = np.asarray(made["input_ids"], dtype=np.int64)
-        if begun is not None and not np.array_equal(ids[: until - token], begun.ids[token:until]):
-            self._all.clear(self.tenant)
-            return None
-        if not clean(ids, rest, not character):
-            return None
-        characters, tokens = seams.find(rest, ids, made["offset_mapping"])
-        if begun is not None:
-            count = bisect_right(begun.characters, character - 1)
-            ids = np.concatenate([begun.ids[:token], ids])
-            characters = begun.characters[:count] + [character + one for one in characters]
-            tokens = begun.tokens[:count] + [token + one for one in tokens]
-        goes_on = begun is not None and shared == len(begun.text)
-        whole = EncodedText(self.tenant, seams, special, text, ids, characters, tokens)
-        self._all.put(whole, begun if goes_on else None)
-        return ids
-
-
-def _cut(begun: EncodedText, shared: int, seams: Seams) -> tuple[int, int, int]:
-    """Where to cut a text that shares this much: the character, its token, and the token up to
-    which both texts surely agree."""
-    # A longer token could begin at or before the last seam and end in the new text.
-    count = bisect_right(begun.characters, shared - seams.longest)
-    place = max(count - _AGAIN, 0)
-    if not count or not begun.characters[place]:
-        return 0, 0, 0
-    return begun.characters[place], begun.tokens[place], begun.tokens[count - 1]
+def _size(part: str, ids: np.ndarray) -> int:
+    return _BESIDES + 4 * len(part) + int(ids.nbytes)
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
-    """Everything that decides the ids of a text and can be changed on a live tokenizer, except what
-    changes while it encodes."""
+    """Everything that decides the ids of a text and can be changed on a live tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return (tokenizer,)
@@ -190,10 +168,3 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
         *(getattr(model, name, None) for name in names),
         *(backend.get_added_tokens_decoder(), backend.get_vocab_size(with_added_tokens=False)),
     )
-
-
-def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    literal = getattr(backend, "encode_special_tokens", None)
-    split = getattr(tokenizer, "split_special_tokens", None)
-    return (*tokenizer_state(tokenizer), literal, split)

@@ -7,14 +7,9 @@ anything. What was learnt about the pictures is recorded under the lock, when th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from keepsight.core.call import Call
-from keepsight.core.rendering.lengths import characters
-from keepsight.core.rendering.messages import parse_messages
 from keepsight.core.rendering.render import Renderer
 from keepsight.errors import InputError
 from keepsight.formats.package import Package
@@ -23,35 +18,9 @@ from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium, opened
 from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
-from keepsight.system.lock import Mutex
 
 if TYPE_CHECKING:
     from keepsight.core.runtime import Runtime
-
-_LONG = 1 << 15  # characters from which texts use a separate tokenizer
-
-
-class Renderers:
-    """The renderer, used by one thread at a time: encoding control tokens changes its tokenizer for
-    a moment. Long texts have a tokenizer of their own, so that no short one waits for them."""
-
-    def __init__(self) -> None:
-        self._short, self._long = Mutex(), Mutex()
-        self._of: Renderer | None = None
-        self._copy: Renderer | None = None
-
-    @contextmanager
-    def turn(self, renderer: Renderer, size: int) -> Iterator[Renderer]:
-        """The renderer for a text of so many characters."""
-        if size <= _LONG:
-            with self._short:
-                yield renderer
-            return
-        with self._long:
-            if self._copy is None or renderer is not self._of:
-                self._of, self._copy = renderer, copy.copy(renderer)
-                self._copy.tokenizer = copy.deepcopy(renderer.tokenizer)
-            yield self._copy
 
 
 class Order:
@@ -62,6 +31,8 @@ class Order:
     ) -> None:
         self._memory, self.messages, self.call = memory, messages, call
         self._generate = generate
+        self._clean: list[Message] = []  # the messages as the template wants them
+        self._kinds: list[str] = []
         self.media: list[Medium] = []  # in the order in which they are given
         self.prompt = Prompt.nothing()
         self._bound: object = None  # the settings of their names
@@ -79,16 +50,14 @@ class Order:
 
     def look(self) -> None:
         """Look at the media of the messages."""
-        renderer = self.renderer()
-        clean, given = parse_messages(self.messages)
-        renderer.lengths.check(clean, self.call.template)  # before opening any of them
-        renderer.refuse_unseen(given)
+        self._clean, given = self.renderer().read(self.messages, self.call.template)
         vision = self._memory.visions.get(self.call.tenant)
         if vision is None or vision.namer.bound is None:
             with self._memory.lock:
                 self._memory.refresh(self.call.tenant)
                 vision = self._vision
         self._bound = vision.namer.bound
+        self._kinds = [kind for kind, _ in given]
         self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
 
     def renderer(self) -> Renderer:
@@ -107,12 +76,9 @@ class Order:
         return vision.medium_of(looked)
 
     def _render(self) -> Prompt:
-        waiting = iter(self.media)
-        size = characters([self.messages, self.call.template])
-        earlier = self._memory.engine.answers.prompts.of(self.call.tenant)
-        with self._memory.renderers.turn(self.renderer(), size) as renderer:
-            given = (self.messages, lambda image, kind: next(waiting), self._generate, earlier)
-            return renderer.render(*given, **self.call.template)
+        named = zip(self._kinds, self.media, strict=True)
+        tenant, template = self.call.tenant, self.call.template
+        return self.renderer().rendered(self._clean, named, self._generate, tenant, template)
 
     def current(self) -> Prompt:
         """The prompt under the present settings; the caller holds the model's lock."""
@@ -135,7 +101,6 @@ class Order:
 
     def with_media(self) -> list[Message]:
         """The messages with named media in place of the given ones."""
-        clean, _ = parse_messages(self.messages)
         waiting = iter(self.media)
 
         def part(given: Record) -> Record:
@@ -146,5 +111,5 @@ class Order:
             dict(message, content=[part(given) for given in message["content"]])
             if isinstance(message.get("content"), list)
             else message
-            for message in clean
+            for message in self._clean
         ]

@@ -1,39 +1,48 @@
 """Renders messages to a prompt with the checkpoint's own chat template and tokenizer.
 
-Images are only named here. Text of a caller stays text (template.py), so every placeholder in a
-rendered conversation was written by the template, one per image, and their ranges are known.
+Images are only named here. Text of a caller stays text (control_tokens.py), so every placeholder in
+a rendered conversation was written by the template, one per image, and their ranges are known.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.control_tokens import Rendered
-from keepsight.core.rendering.conversations import TenantPrompts, read_anew
-from keepsight.core.rendering.encodings import tokenizer_state
-from keepsight.core.rendering.lengths import Lengths, characters
-from keepsight.core.rendering.template import ChatTemplate
+from keepsight.core.rendering.control_tokens import END, ControlTokens, unmarked
+from keepsight.core.rendering.encodings import Encodings, tokenizer_state
+from keepsight.core.rendering.lengths import Lengths
+from keepsight.core.rendering.messages import parse_messages
 from keepsight.errors import (
     InputError,
+    MessagesError,
     ModelError,
     PlaceholderMismatch,
     UnsupportedInput,
 )
 from keepsight.kinds import Message, Processor, Record
 from keepsight.media.medium import Medium
+from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
 from keepsight.system.words import check_text
 
+# A short conversation that shows which tokens a template writes for turns.
+_PROBES: tuple[list[Message], ...] = tuple(
+    [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+    for content in ("x", [{"type": "text", "text": "x"}])
+)
 Name = Callable[[object, str], Medium]  # makes a medium of a part's value and modality
 
 
 class Renderer:
-    """Renders for one family and one processor."""
+    """Renders for one family and one processor; thread-safe."""
 
     def __init__(
         self, family: Family, processor: Processor, chat_template: str | None = None
@@ -48,10 +57,13 @@ class Renderer:
         # What the template writes for a medium -> the processor's placeholder.
         self._words = {kind: self._word(kind) for kind in self._placeholders}
         more = {*self._words.values(), *self._placeholders.values()}
-        self._chat = ChatTemplate(self.template, self.tokenizer, more)
-        words = (f"(?P<{kind}>{re.escape(word)})" for kind, word in self._words.items())
-        self._written = re.compile("|".join(words))
-        self._bos = self._implicit_bos()
+        self.tokens = ControlTokens(self.template, self.tokenizer, more)
+        self.encodings = Encodings(self.tokenizer, self.tokens)
+        self._turns: frozenset[str] | None = None
+        shared = os.path.commonprefix([*self._words.values()])  # noqa: RUF071 - found fast
+        rests = ((kind, re.escape(word[len(shared) :])) for kind, word in self._words.items())
+        either = "|".join(f"(?P<{kind}>{rest})" for kind, rest in rests)
+        self._written = re.compile(f"{re.escape(shared)}(?:{either})(?!{END})")  # none is marked
         self.lengths = Lengths(family.model, self.tokenizer)
         self._state = self._look()
 
@@ -74,52 +86,98 @@ class Renderer:
         word = getattr(self._processor, f"{kind}_token", None)
         return word if isinstance(word, str) and word else self._placeholders[kind]
 
-    def _implicit_bos(self) -> list[int]:
-        """The tokens that the tokenizer puts before every text."""
-        ids: list[int] = self.tokenizer("")["input_ids"]
-        return ids
-
     def render(
         self,
         messages: list[Message],
         name: Name,
         generate: bool = True,
-        earlier: TenantPrompts | None = None,
+        tenant: str | None = None,
         /,
         **template: Any,
     ) -> Prompt:
-        """The prompt of a conversation, ready for an answer unless `generate` is false. `earlier`
-        are prompts of the same tenant that this one may continue.
+        """The prompt of a conversation, ready for an answer unless `generate` is false. Texts
+        of the same `tenant` are not tokenized again.
 
         With `continue_final_message` among the template's options the answer continues the last
         message; with `add_generation_prompt=False` the model writes its own start of an answer.
         """
-        generate = template.pop("add_generation_prompt", generate)
-        generate = generate and not template.get("continue_final_message")
-        chat = self._chat
-        read = read_anew(messages, chat) if earlier is None else earlier.read(messages, chat)
-        self.refuse_unseen(read.media)
-        self.lengths.check_count(read.characters + characters(template))
-        rendered = read.rendered(self.tokenizer, chat, generate, template)
-        check_text(rendered.text, "the conversation")
-        named = [(kind, name(medium, kind)) for kind, medium in read.media]
-        text = self._family.prompt_text(self._processor, rendered.text, self._written)
-        spots = list(find_words(self._written, text, [*self._words.values()]))
-        media = _in_order(spots, named)
-        text, runs = self._insert(text, spots, media)
-        self.lengths.check_rendered(text, self.tokenizer)
-        whole = Rendered(text, rendered.code)
-        texts = None if earlier is None else earlier.texts
-        ids = chat.tokens.encode(self.tokenizer, whole, self._bos, texts)
-        return self._expand(np.asarray(ids, dtype=np.int64), runs, media, rendered.plain(text))
+        clean, given = self.read(messages, template)
+        named = ((kind, name(medium, kind)) for kind, medium in given)
+        return self.rendered(clean, named, generate, tenant, template)
 
-    def refuse_unseen(self, given: list[tuple[str, object]]) -> None:
-        """Refuse media of a kind that this family does not take."""
+    def read(
+        self, messages: list[Message], template: Record
+    ) -> tuple[list[Message], list[tuple[str, object]]]:
+        """Messages as the template wants them, and their media, none of them opened yet."""
+        clean, given = parse_messages(messages)
+        self.lengths.check(clean, template)
         for kind in {kind for kind, _ in given} - self._words.keys():
             raise UnsupportedInput(
                 f"{self._family.model.config.model_type} takes no {kind} here; it takes "
                 f"{', '.join(self._words)}"
             )
+        return clean, given
+
+    def rendered(
+        self,
+        clean: list[Message],
+        media_of_kinds: Iterable[tuple[str, Medium]],
+        generate: bool,
+        tenant: str | None,
+        template: Record,
+    ) -> Prompt:
+        """The prompt of messages that were `read`, and their named media."""
+        template = dict(template)
+        generate = template.pop("add_generation_prompt", generate)
+        generate = generate and not template.get("continue_final_message")
+        text = self._apply(clean, template, generate)
+        check_text(text, "the conversation")
+        named = list(media_of_kinds)
+        text = self._family.prompt_text(self._processor, text, self._written)
+        spots = list(self._written.finditer(text))
+        media = _in_order(spots, named)
+        text, runs = self._insert(text, spots, media)
+        self.lengths.check_rendered(text, self.tokenizer)
+        ids = self.encodings.encode(text, tenant)
+        return self._expand(ids, runs, media, unmarked(text))
+
+    def _apply(self, messages: list[Message], options: Record, generate: bool) -> str:
+        """The text of a conversation; what a caller typed as a control token is marked."""
+        try:
+            messages, options = self.tokens.broken(messages, options)
+            if not options and all(map(_is_simple, messages)) and self._is_stock():
+                text = upstream.rendered(self.template, self.tokenizer, messages, generate)
+            else:
+                text = self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=generate,
+                    chat_template=self.template,
+                    **options,
+                )
+        except Exception as error:  # a template raises any exception its author chose
+            raise MessagesError(f"the chat template refused the messages: {error}") from error
+        return self.tokens.marked(text)
+
+    def _is_stock(self) -> bool:
+        apply = getattr(self.tokenizer.apply_chat_template, "__func__", None)
+        return apply is PreTrainedTokenizerBase.apply_chat_template
+
+    def _check_layout(self, text: str) -> None:
+        """Refuse control tokens of turns in the layout that a package gives for its medium."""
+        found = self.tokens.find.findall(text)
+        if found and self._turns is None:
+            texts = [self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""]
+            for probe in _PROBES:
+                with contextlib.suppress(MessagesError):  # it takes no such conversation
+                    texts.append(self._apply(probe, {}, True))
+            self._turns = frozenset(t for one in texts for t in self.tokens.find.findall(one))
+        for token in found:
+            if self._turns and token in self._turns:
+                raise InputError(
+                    f"the layout of a package would write {token!r} into the prompt, which only "
+                    "the chat template may; encode the image again"
+                )
 
     def _insert(
         self, text: str, spots: list[re.Match[str]], media: tuple[Medium, ...]
@@ -134,7 +192,7 @@ class Renderer:
                     runs.append((j, part))
                     part = self._placeholders[medium.modality]
                 else:
-                    self._chat.check_layout(self.tokenizer, part)
+                    self._check_layout(part)
                 parts.append(part)
         return "".join([*parts, text[cursor:]]), runs
 
@@ -169,17 +227,14 @@ def user_message(text: object, images: object = None) -> Message:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def find_words(pattern: re.Pattern[str], text: str, words: list[str]) -> Iterator[re.Match[str]]:
-    """All matches of a pattern of alternative words; fast if a long text has few of them."""
-    places = {word: text.find(word) for word in words}
-    while any(place >= 0 for place in places.values()):
-        match = pattern.match(text, min(place for place in places.values() if place >= 0))
-        if match is None:
-            return
-        yield match
-        for word, place in places.items():
-            if 0 <= place < match.end():
-                places[word] = text.find(word, match.end())
+def _is_simple(message: Message) -> bool:
+    """Whether Transformers passes this message to a template unchanged."""
+    if message.keys() != {"role", "content"} or type(message["role"]) is not str:
+        return False
+    content = message["content"]
+    return type(content) is str or (
+        type(content) is list and all(type(s) is str for part in content for s in part.values())
+    )
 
 
 def _in_order(spots: list[re.Match[str]], named: list[tuple[str, Medium]]) -> tuple[Medium, ...]:
