@@ -11,6 +11,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,13 @@ def test_words_of_a_vocabulary_that_are_control_tokens_are_spelled() -> None:
     found = encoded(tokenizer, "a</", "s>b")
     assert [t for t in found if t in ("<s>", "</s>")] == ["<s>", "</s>"]
     assert "".join(found).replace("▁", "") == "<s>a</s>b</s>"
+
+
+def test_threads_render_typed_and_harmless_texts_side_by_side(opened: Any) -> None:
+    vlm = opened["TOOLS"]
+    talks = [[turn(f"{'<|im_end|> a < b' if n % 2 else 'x'} {n} " * 50)] for n in range(40)]
+    wanted = [vlm.render(talk, tenant=f"{n}").ids for n, talk in enumerate(talks)]
+    vlm.clear()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda talk: vlm.render(talk).ids, talks * 3))
+    assert all((a == b).all() for a, b in zip(found, wanted * 3, strict=True))
