@@ -32,7 +32,7 @@ from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, checkpoint
 from keepsight.bench.workloads import Pictures, assistant, user, words
 from keepsight.cli.terminal import table
-from keepsight.core.engine import Engine
+from keepsight.core.decoding.forward import Decoder
 from keepsight.kinds import Message, Record
 
 FORMAT = 1
@@ -49,16 +49,13 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the passes of every engine meanwhile."""
-        names = ("chunk", "forward")
-        before = {name: getattr(Engine, name) for name in names}
-        for name in names:
-            setattr(Engine, name, self._timed(before[name]))
+        """Count the passes of every decoder meanwhile."""
+        before = Decoder.forward
+        setattr(Decoder, "forward", self._timed(before))  # noqa: B010
         try:
             yield
         finally:
-            for name in names:
-                setattr(Engine, name, before[name])
+            setattr(Decoder, "forward", before)  # noqa: B010
 
     def _timed(self, call: Callable[..., object]) -> Callable[..., object]:
         def timed(*given: object, **named: object) -> object:

@@ -103,34 +103,32 @@ def found(tree: Tree, whole: Prompt, space: str = "n") -> Match:
     return tree.match(space, whole, rule_of(tree))
 
 
-def begun(tree: Tree, whole: Prompt, space: str = "n") -> Match:
-    """The match of a prompt with its base held, loaded and compared with what it should be."""
+def begun(tree: Tree, whole: Prompt, space: str = "n") -> tuple[Match, Node]:
+    """The match of a prompt, held, loaded and compared with what it should be."""
     rule = rule_of(tree)
     match = found(tree, whole, space)
     while True:
-        node = match.node
-        tree.hold(node)
+        node = tree.hold(match)
         loaded = tree.load(node, whole)
         if loaded and not (match.whole and match.logits is None):
             break
         tree.release(node)
         match = match.but_the_last(whole, rule) if loaded else found(tree, whole, space)
-    expect_values(node, whole, tree.has_fixed, match.length)
-    tree.hold(match.base)
-    tree.release(node)
-    return match
+    assert node.end == match.length
+    expect_values(node, whole, tree.has_fixed)
+    return match, node
 
 
 def ends_of(tree: Tree, whole: Prompt, match: Match) -> list[int]:
     """Where the snapshots behind a match end."""
-    return [] if match.whole else [*whole.ends(rule_of(tree), match.base.end), len(whole)]
+    return [] if match.whole else [*whole.ends(rule_of(tree), match.length), len(whole)]
 
 
 def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = None) -> Match:
     """As the engine does it: match, hold, load, then snapshot by snapshot; `steps` is when the
     client hangs up."""
-    match = begun(tree, whole, space)
-    tokens, node = path(whole), match.base
+    match, node = begun(tree, whole, space)
+    tokens = path(whole)
     for end in ends_of(tree, whole, match)[:steps]:
         logits = fake_logits(tokens) if end == len(whole) else None
         kv, fixed = fake_kv(tokens, node.end, end), fake_fixed(tokens, end)
@@ -143,7 +141,7 @@ def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = Non
 
 def is_whole(node: Node) -> bool:
     """Whether it ends a prompt, and knows what comes next."""
-    return LOGITS in (node.rows.tensors or {})
+    return LOGITS in (node.state.tensors or {})
 
 
 def expect_values(node: Node, whole: Prompt, fixed: bool, until: int | None = None) -> None:
@@ -156,7 +154,7 @@ def expect_values(node: Node, whole: Prompt, fixed: bool, until: int | None = No
         rows = n.kv["kv"][:, :, : max(0, end - n.start)]
         assert torch.equal(rows, fake_kv(tokens, n.start, max(n.start, end))["kv"])
     if fixed and node.parent is not None:
-        assert node.fixed is not None
+        assert node.fixed is not None and set(node.fixed) == {"0.conv.0"}
         assert torch.equal(node.fixed["0.conv.0"], fake_fixed(tokens, node.end)["0.conv.0"])
     if node.logits is not None and node.end == len(whole) == until:
         assert torch.equal(node.logits, fake_logits(tokens))

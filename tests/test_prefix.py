@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from fake_paths import (
-    RULE,
     Token,
     build,
     counted,
@@ -25,6 +24,7 @@ from fake_paths import (
     expect_values,
     fake_fixed,
     fake_kv,
+    fake_logits,
     fake_medium,
     found,
     path,
@@ -45,10 +45,10 @@ from hypothesis.stateful import (
 
 from keepsight import digests
 from keepsight.formats import tensorfile
-from keepsight.prefix import node as nodes
+from keepsight.prefix import residency
 from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import Node
-from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.store import FORMAT, DiskStore
 
@@ -74,7 +74,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.stretches.__enter__()
         self.tree = Tree(budget, has_fixed)
         self.seen: dict[str, dict[tuple[tuple[Token, ...], bool], None]] = {"n": {}, "m": {}}
-        self.held: list[tuple[Match, Prompt]] = []
+        self.held: list[tuple[Node, Prompt]] = []
         self.prompts: list[Prompt] = []
         self.lost = False  # whether anything may have been let go since all was forgotten
 
@@ -132,14 +132,15 @@ class TreeMachine(RuleBasedStateMachine):
     def hold(self, which: int, space: str) -> None:
         whole = self.prompts[which % len(self.prompts)]
         match = found(self.tree, whole, space)
-        self.tree.hold(match.node)
-        self.held.append((match, whole))
+        held = self.tree.hold(match)
+        assert held.end == match.length
+        self.held.append((held, whole))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
     def release(self, which: int) -> None:
-        match, _ = self.held.pop(which % len(self.held))
-        self.tree.release(match.node)
+        node, _ = self.held.pop(which % len(self.held))
+        self.tree.release(node)
         self.lost |= self.tree.evictions > 0
 
     @rule(nbytes=st.integers(0, 4000))
@@ -179,7 +180,9 @@ class TreeMachine(RuleBasedStateMachine):
         chain = node.chain()
         if chain[0].parent is not self.tree.roots.get(space) or node.fixed is None:
             return False
-        return all(n.kv is not None and n.same_as(whole) for n in chain)
+        if node.end == len(whole) and node.logits is None:
+            return False
+        return all(n.kv is not None and n.shared(whole) == len(n.ids) for n in chain)
 
     @invariant()
     def sound(self) -> None:
@@ -187,11 +190,8 @@ class TreeMachine(RuleBasedStateMachine):
             return
         self.tree.check()
         assert self.tree.nbytes == counted(self.tree)
-        for match, whole in self.held:
-            expect_values(match.node, whole, self.tree.has_fixed, match.length)
-        for node in self.tree.nodes():
-            assert [n.code() for n in node.order] == sorted(n.code() for n in node.order)
-            assert set(node.order) == set(node.children.values())
+        for node, whole in self.held:
+            expect_values(node, whole, self.tree.has_fixed)
 
 
 TestTree = TreeMachine.TestCase
@@ -243,6 +243,47 @@ def test_one_changed_id_or_picture_ends_the_match_before_it() -> None:
     assert found(tree, build("11.A.B.1"), "another namespace").length == 0
 
 
+def test_prompts_that_part_inside_an_edge_share_what_is_before() -> None:
+    """At any token, also twice, and in memory of their own: what parts may go alone."""
+    tree = Tree(1 << 30, has_fixed=False)
+    wholes = [build(letters) for letters in ("121212", "121221", "122121", "12121")]
+    for whole, length in zip(wholes, (0, 4, 2, 4), strict=True):
+        assert prefill(tree, whole).length == length
+        tree.check()
+    tokens = {path(whole)[: end + 1] for whole in wholes for end in range(len(whole))}
+    row, logits = fake_kv(path(wholes[0]), 0, 1)["kv"].nbytes, 3 * 8
+    assert tree.nbytes == len(tokens) * row + 4 * logits == counted(tree)
+    held = tree.hold(found(tree, build("12125")))
+    assert held.end == 4
+    tree.evict(1 << 30)
+    assert tree.nbytes == 4 * row == counted(tree)
+    expect_values(held, wholes[0], fixed=False)
+
+
+@pytest.mark.parametrize("reuse", ["same media", "whole prompt"])
+def test_prompts_that_change_what_is_before_share_nothing(reuse: str) -> None:
+    tree, rule = Tree(1 << 30, has_fixed=False, reuse=reuse), Rule(reuse=reuse)
+    for letters in ("11A2", "11A2B", "11A2"):
+        whole = build(letters)
+        tokens, match = path(whole), tree.match("n", whole, rule)
+        assert match.whole == (tree.known("n", whole).until == len(whole) and match.length > 0)
+        node = tree.hold(match)
+        if not match.whole:
+            kv = {"kv": fake_kv(tokens, 0, len(whole))["kv"] + len(letters)}
+            tree.release(tree.insert(node, whole, len(whole), kv, None, fake_logits(tokens)))
+        tree.release(node)
+        tree.check()
+    for letters in ("11A2", "11A2B"):
+        match = tree.match("n", build(letters), rule)
+        assert match.whole and match.node.kv is not None
+        assert match.node.kv["kv"][0, 0, 0] == fake_kv(path(build("1")), 0, 1)["kv"][0, 0, 0] + len(
+            letters
+        )
+    longer = tree.match("n", build("11A22"), rule).length
+    assert longer == (5 if reuse == "same media" else 0)
+    assert tree.known("n", build("11A22")).until == 5
+
+
 def test_the_last_logits_serve_the_identical_prompt_only() -> None:
     tree = Tree(1 << 30, has_fixed=False)
     prefill(tree, build("1212"))
@@ -260,7 +301,7 @@ def test_the_last_logits_serve_the_identical_prompt_only() -> None:
 def test_a_hit_is_compared_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were two paths to collide in their digest, the ids and feature ids would tell."""
     tree = Tree(1 << 30, has_fixed=False)
-    monkeypatch.setattr(Prompt, "segment_digest", lambda self, parent, a, b, kind="segment": kind)
+    monkeypatch.setattr(Prompt, "segment_digest", lambda self, parent, a, b: "equal")
     prefill(tree, build("12A1"))
     assert found(tree, build("12A1")).length == 5
     for other, length in (("12B1", 2), ("12a1", 2), ("22A1", 0), ("1255", 2)):
@@ -271,11 +312,10 @@ def test_a_hit_is_compared_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_was_decoded_is_found_as_what_was_read(has_fixed: bool) -> None:
     tree = Tree(1 << 30, has_fixed)
     prefill(tree, build("12.1"))
-    node = found(tree, build("12.2")).base
-    node = node if node.end == 3 else found(tree, build("12.")).base
+    node = tree.hold(found(tree, build("12.2")))
+    assert node.end == 3
     longer = build("12.1212")
     tokens = path(longer)
-    tree.hold(node)
     decoded = tree.insert(node, longer, 6, fake_kv(tokens, node.end, 6), fake_fixed(tokens, 6))
     tree.release(decoded)
     tree.release(node)
@@ -291,17 +331,16 @@ def test_what_is_held_stays_whatever_the_budget() -> None:
     tree = Tree(1 << 30, has_fixed=True)
     held = build("11.22.")
     prefill(tree, held)
-    match = found(tree, held)
-    tree.hold(match.node)
+    node = tree.hold(found(tree, held))
     prefill(tree, build("2A.B."))
     tree.budget = 0
     tree.fit()
     tree.check()
     assert tree.nbytes == tree.held_bytes() > 0 and evictable_bytes(tree) == 0
-    expect_values(match.node, held, fixed=True)
+    expect_values(node, held, fixed=True)
     tree.clear()
-    expect_values(match.node, held, fixed=True)
-    tree.release(match.node)
+    expect_values(node, held, fixed=True)
+    tree.release(node)
     assert tree.nbytes == 0
     tree.check()
 
@@ -325,10 +364,8 @@ def test_states_and_rows_are_let_go_of_separately() -> None:
     tree = Tree(1 << 30, has_fixed=True)
     prefill(tree, build("11.22.11"))
     first = found(tree, build("11.1")).node
-    behind = found(tree, build("11.22.1")).node
-    tree.hold(behind)
-    first.used = first.uses = 0
-    tree.release(behind)
+    first.used = 0
+    tree.device.offer(first.state)
     tree.evict(1)
     assert first.fixed is None and first.kv is not None
     assert found(tree, build("11.1")).length == 0
@@ -355,7 +392,7 @@ def test_a_view_is_counted_as_all_that_it_pins() -> None:
         lambda tree, node: tree.device.bytes_of.clear(),
         lambda tree, node: setattr(node.rows, "tensors", None),
         lambda tree, node: setattr(node.rows, "tier", "host"),
-        lambda tree, node: setattr(node.rows, "on_device", 0),
+        lambda tree, node: node.rows.on.update(memory=0),
         lambda tree, node: tree.device._all.discard(node.state),
         lambda tree, node: setattr(node, "gone", True),
         lambda tree, node: setattr(node, "holds", -1),
@@ -373,9 +410,8 @@ def test_check_notices(break_it: Callable[[Tree, Node], Any]) -> None:
         tree.check()
 
 
-@pytest.mark.parametrize("bound", ["MAX_NODES", "MAX_BYTES"])
-def test_tombstones_are_remembered_and_at_last_forgotten(
-    monkeypatch: pytest.MonkeyPatch, bound: str
+def test_records_are_remembered_and_at_last_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = Tree(1 << 30, has_fixed=False)
     whole = build("11.22.1")
@@ -384,10 +420,10 @@ def test_tombstones_are_remembered_and_at_last_forgotten(
     assert tree.known("n", whole) == Known(7, False, evicted_from=0)
     assert found(tree, whole).length == 0
     tree.check()
-    monkeypatch.setattr(nodes, bound, 0)
+    monkeypatch.setattr(residency, "MAX_RECORDS", 0)
     tree.evict(1)
     assert tree.known("n", whole).until == 0 and list(tree.nodes()) == []
-    assert len(tree.tombstones) == tree.tombstones.nbytes == 0
+    assert not tree.records
     tree.check()
 
 
@@ -401,7 +437,7 @@ def test_known_among_a_thousand_siblings() -> None:
     for whole in wholes[:700]:
         prefill(tree, whole)
     going = beginnings(map(path, wholes[:700]))
-    assert len(tree.root("n").children) > 25
+    assert len(list(tree.nodes())) > 1000
     for whole in [*wholes[600:], *(spliced(w, 5, wholes[0]) for w in wholes[:100])]:
         expect_known(tree.known("n", whole), whole, going)
     expect_known(tree.known("m", wholes[0]), wholes[0], {(): False})
@@ -446,12 +482,11 @@ def test_what_other_namespaces_know() -> None:
     for space, letters in (("n", "11.1"), ("m", "11.22.1")):
         prefill(tree, build(letters), space)
     asked = build("11.22.2")
-    cuts = [*asked.ends(RULE)]
-    assert tree.elsewhere("o", asked, cuts) == (6, "m")
-    assert tree.elsewhere("m", asked, cuts) == (3, "n")
-    assert tree.elsewhere("n", asked, cuts) == (6, "m")
-    assert tree.elsewhere("o", build("12.1"), build("12.1").ends(RULE))[0] == 1
-    assert tree.elsewhere("o", build("2.1"), [2])[0] == 0
+    assert tree.elsewhere("o", asked) == (6, "m")
+    assert tree.elsewhere("m", asked) == (3, "n")
+    assert tree.elsewhere("n", asked) == (6, "m")
+    assert tree.elsewhere("o", build("12.1"))[0] == 1
+    assert tree.elsewhere("o", build("2.1"))[0] == 0
     tree.check()
 
 
@@ -465,17 +500,16 @@ def test_a_path_that_many_namespaces_know_is_followed_in_few(
     follow = tree._known_from
     monkeypatch.setattr(tree, "_known_from", lambda *a: followed.append(a) or follow(*a))
     asked = build("11.22.2")
-    assert tree.elsewhere("n0", asked, asked.ends(RULE)) == (6, "n39")
+    assert tree.elsewhere("n0", asked) == (6, "n39")
     assert len(followed) < 10
     tree.clear()
     assert tree.drop_empty("n0") == {f"n{number}" for number in range(1, 40)}
-    assert tree.namespaces() == [] and len(tree.paths) == 0
+    assert tree.namespaces() == []
 
 
 def test_a_namespace_with_a_turn_in_flight_is_not_dropped() -> None:
     tree = Tree(1 << 30, has_fixed=False)
-    root = tree.root("n")
-    tree.hold(root)
+    root = tree.hold(Match(tree.root("n")))
     assert tree.drop_empty("m") == set()
     tree.release(root)
     assert tree.drop_empty("m") == {"n"}
@@ -509,6 +543,26 @@ def test_snapshots_are_found_by_another_process(written: tuple[DiskStore, bool])
     tree.check()
 
 
+def test_what_goes_on_inside_an_entry_is_found_by_another_process(
+    written: tuple[DiskStore, bool],
+) -> None:
+    """A prompt that parts inside of what was stored stores what is new alone."""
+    store, has_fixed = written
+    before = {entry.key for entry in store.entries()}
+    other = build("11.A2.21.1")
+    prefill(Tree(1 << 30, has_fixed, store), other)
+    store.flush()
+    new = [e for e in store.entries() if e.key not in before and e.kind == "snapshot"]
+    ids = [store.get("snapshot", entry.key)[1]["ids"] for entry in new]  # type: ignore[index]
+    assert sorted(map(len, ids)) == [1, 2]
+    for letters in (LONG, "11.A2.21.1"):
+        tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
+        match = prefill(tree, build(letters))
+        assert (match.length, match.logits is not None) == (11, True)
+        assert found(tree, build("11.A2.25")).length == (7 if has_fixed else 8)
+        tree.check()
+
+
 def test_what_was_let_go_of_comes_back_from_disk(written: tuple[DiskStore, bool]) -> None:
     store, has_fixed = written
     tree = Tree(1 << 30, has_fixed, store)
@@ -525,11 +579,10 @@ def test_loading_keeps_the_budget(written: tuple[DiskStore, bool]) -> None:
     tree = Tree(600, has_fixed, store)
     for letters in ("22.12.1", LONG, "22.12.1"):
         whole = build(letters)
-        match = found(tree, whole)
-        tree.hold(match.node)
-        assert tree.load(match.node, whole)
+        node = tree.hold(found(tree, whole))
+        assert tree.load(node, whole)
         tree.check()
-        tree.release(match.node)
+        tree.release(node)
         prefill(tree, whole)
         tree.check()
     assert tree.nbytes <= 600
@@ -540,7 +593,7 @@ def test_entries_that_are_gone_or_damaged_are_computed_again(
 ) -> None:
     store, has_fixed = written
     files = sorted(store.root.rglob("*.keep"))
-    assert len(files) == (10 if has_fixed else 5)
+    assert len(files) == (11 if has_fixed else 6)  # one has the last logits
     for path_of_one in files:
         for damage in (lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1])):
             data = path_of_one.read_bytes()
@@ -549,7 +602,7 @@ def test_entries_that_are_gone_or_damaged_are_computed_again(
             prefill(tree, build(LONG))
             tree.check()
             assert tree.nbytes == counted(tree)
-            assert found(tree, build(LONG)).length == 11
+            assert found(tree, build(LONG)).logits is not None
             tree.store.flush()  # type: ignore[union-attr]
             # What was not needed was not read either: only that may still be damaged.
             assert all(str(path_of_one) in line for line in DiskStore(store.root).check())
@@ -603,12 +656,13 @@ def test_a_snapshot_under_another_name_is_rejected(written: tuple[DiskStore, boo
     other = DiskStore(store.root / "other")
     prefill(Tree(1 << 30, has_fixed, other), build(twin))
     other.flush()
-    digests = {}
+    names = {}
     for letters in (LONG, twin):
-        tree = Tree(1 << 30, has_fixed)
+        tree = Tree(1 << 30, has_fixed, store if letters == LONG else other)
         prefill(tree, build(letters))
-        digests[letters] = [n.digest for n in found(tree, build(letters)).node.chain()]
-    for mine, theirs in zip(digests[LONG], digests[twin], strict=True):
+        chain = found(tree, build(letters)).node.chain()
+        names[letters] = [n.entry.name for n in chain if n.entry is not None]
+    for mine, theirs in zip(names[LONG], names[twin], strict=True):
         for kind in ("snapshot", "state") if has_fixed else ("snapshot",):
             files = [
                 s.root / kind / name[:2] / f"{name}.keep"

@@ -216,7 +216,6 @@ def test_one_digest_is_one_path(one: Prompt, two: Prompt) -> None:
         names = [p.segment_digest("parent", start, end) for p in (one, two)]
         assert (names[0] == names[1]) == same
         assert names[0] != one.segment_digest("other parent", start, end)
-        assert names[0] != one.segment_digest("parent", start, end, "terminal")
 
 
 def test_what_a_span_is_compared_by() -> None:

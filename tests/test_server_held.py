@@ -276,7 +276,7 @@ def trace(vlm: Any) -> Any:
     memory = vlm.runtime
     vlm.flush()
     nodes = {
-        node.digest: (node.rows.tier, node.state.tier, node.uses, node.used, node.holds)
+        (node.end, node.code): (node.rows.tier, node.state.tier, node.used, node.holds)
         for node in memory.tree.nodes()
         if node.rows.tier or node.state.tier
     }

@@ -96,6 +96,20 @@ def test_a_client_that_hangs_up_loses_nothing(demo: Any) -> None:
     assert reply.usage.cached_tokens == reply.usage.prompt_tokens
 
 
+def test_what_is_forgotten_takes_only_its_own_lanes_along(demo: Any) -> None:
+    """A conversation that is deleted leaves others as quick as they were."""
+    sessions = [demo.session(), demo.session()]
+    for number, session in enumerate(sessions):
+        session.ask(f"{number} {LONG}", max_new_tokens=2)
+    lanes = demo.runtime.engine.lanes
+    before = lanes.nbytes
+    assert demo.delete(sessions[0].messages) > 0
+    assert 0 < lanes.nbytes < before
+    demo.delete(picture(1))  # of a picture nothing stays anywhere
+    assert lanes.nbytes == 0
+    demo.runtime.tree.check()
+
+
 def test_a_tower_that_fails_once(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(demo.runtime.family, "encode", boom)

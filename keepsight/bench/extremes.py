@@ -166,9 +166,9 @@ def files_of(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
     """The files that were read: the snapshots up to the match, and the fixed states at its end."""
     files = []
     for node in vlm.runtime.tree.nodes():
-        if node.kv is not None and node.end <= cached_tokens:
+        if node.kv is not None and node.entry is not None and node.end <= cached_tokens:
             kinds = ["snapshot", "state"] if node.fixed else ["snapshot"]
-            files += [f for kind in kinds for f in folder.glob(f"{kind}/*/{node.digest}.keep")]
+            files += [f for kind in kinds for f in folder.glob(f"{kind}/*/{node.entry.name}.keep")]
     return files
 
 

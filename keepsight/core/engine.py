@@ -32,7 +32,6 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.models.families.pixels import Part
 from keepsight.models.no_gradients import quietly
-from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Received
 from keepsight.prefix.prompt import PASS, Prompt
 from keepsight.report import Piece
@@ -463,8 +462,7 @@ class Engine:
         if seq.reads_again and seq.match.whole:
             seq.found.match = seq.match.but_the_last(seq.read, seq.rule)
         while True:
-            held = seq.match.node
-            self._tree.hold(held)
+            held = self._tree.hold(seq.match)
             with seq.stage("load"):
                 loaded = self._tree.load(held, seq.read)
             if loaded and not (seq.match.whole and seq.match.logits is None):
@@ -478,7 +476,7 @@ class Engine:
     def _ends(self, seq: Sequence) -> list[int]:
         """Where new snapshots end, behind the remembered ones."""
         prompt, rule, known = seq.read, seq.rule, seq.match
-        ends = set(prompt.ends(rule, known.base.end))
+        ends = set(prompt.ends(rule, known.length))
         if seq.found is not None and rule.states:  # where the next prompt will part again
             until = prompt.before_medium(seq.found.known.until, rule)
             if known.length + 16 <= until < len(prompt):
@@ -495,24 +493,16 @@ class Engine:
             raise KeepsightError("this sequence has not begun")
         self._catch_up(seq)
         with seq.stage("restore"):
-            lane = self.lanes.take(seq.match.node)
+            lane = self.lanes.take(seq.node)
             lane.reserve(len(seq.prompt) + min(seq.room, _PLANNED))
-            length = shared(lane, seq.match.base.chain())
+            length = shared(lane, seq.node)
             lane.placed = place(self._family, seq.prompt, lane.placed if length else None)
             lane.rewind(length)
-            restore(lane, seq.match, length)
+            restore(lane, seq.node, length)
             seq.lane = lane
-            self._hold_base(seq, seq.match)
         seq.milliseconds.setdefault("queued", 1e3 * (time.perf_counter() - seq.asked))
         seq.milliseconds.setdefault("prefill", 0.0)
         return lane
-
-    def _hold_base(self, seq: Sequence, match: Match) -> None:
-        """Hold only what is used completely: new snapshots go on from there."""
-        if match.base is not match.node:
-            self._tree.hold(match.base)
-            self._tree.release(match.node)
-        seq.node = match.base
 
     def _catch_up(self, seq: Sequence) -> None:
         """Use what other turns read on this path meanwhile."""
@@ -520,26 +510,25 @@ class Engine:
             return
         start = seq.match.length if seq.lane is None else seq.done
         match = self._tree.match(seq.namespace, seq.read, seq.rule)
-        behind = seq.lane is None or seq.node.parent is None or seq.node in match.base.chain()
+        behind = seq.lane is None or seq.node.parent is None or seq.node in match.node.chain()
         if match.length <= start or not behind:
             return
         if match.whole and match.node.logits is None:
             match = match.but_the_last(seq.read, seq.rule)
             if match.length <= start:
                 return
-        self._tree.hold(match.node)
+        node = self._tree.hold(match)
         with seq.stage("load"):
-            loaded = self._tree.load(match.node, seq.read)
+            loaded = self._tree.load(node, seq.read)
         if not loaded or (match.whole and match.logits is None):
-            self._tree.release(match.node)
+            self._tree.release(node)
             return
-        held = seq.node
+        held, seq.node = seq.node, node
         if seq.lane is None:
-            seq.found.match, seq.node = match, match.node
+            seq.found.match = match
         else:
-            restore(seq.lane, match, start)
+            restore(seq.lane, node, start)
             seq.found.taken_over.append((start, match))
-            self._hold_base(seq, match)
         self._tree.release(held)
 
     def _all_is_read(self, seq: Sequence) -> None:
@@ -603,7 +592,7 @@ class Engine:
         node = self._tree.insert(above, prompt, end, kv, fixed, logits, cost, seq.since)
         self._tree.release(above)
         seq.node = node
-        lane.marks.append((end, node))
+        lane.node = node
 
     @quietly
     def _remember_reply(self, seq: Sequence) -> None:

@@ -81,7 +81,9 @@ def _pin_path(
         if pinned and not reached.pinned:
             undo.callback(_locked, runtime, runtime.tree.pin, reached, False)
         runtime.tree.pin(reached, pinned)
-        names = [(kind, one.digest) for one in reached.chain() for kind in ("snapshot", "state")]
+        entries = [one.entry for one in reached.chain() if one.entry is not None]
+        names = [("snapshot", entry.name) for entry in entries]
+        names += [("state", name) for e in entries for name in (e.name, e.ending)]
     finally:
         runtime.tree.release(reached)
     return seq.prompt.media, names
@@ -157,7 +159,7 @@ def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
     def again() -> None:
         for medium in media:
             runtime.forget(medium, tenant)
-        for node in [n for n in runtime.tree.nodes(tenant) if n.digest in path]:
+        for node in [n for n in runtime.tree.nodes(tenant) if n.entry and n.entry.name in path]:
             runtime.tree.forget(node)
 
     return _everywhere(runtime, forget, remove, again)
@@ -199,14 +201,15 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
     while node is not None and node.parent is not None and not _has_dependents(node):
         above = node.parent
         freed += int(runtime.tree.forget(node))
-        path[node.digest] = None
+        if node.own_entry is not None:
+            path[node.own_entry.name] = None
         node = above
     return freed
 
 
 def _has_dependents(node: Node) -> bool:
     """Whether another entry depends on this snapshot."""
-    return any(child.rows.tier or child.on_disk for child in node.children.values())
+    return any(child.rows.tier or child.entry for child in node.children.values())
 
 
 def _named(vision: Vision, what: object) -> list[Medium]:

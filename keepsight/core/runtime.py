@@ -40,7 +40,6 @@ from keepsight.models.fingerprint.processors import ProcessorCode
 from keepsight.models.quantised import Quantised, named_weights, refuse_experts_without_kernel
 from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
-from keepsight.prefix.pins import pinning
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.store import Store
@@ -101,7 +100,7 @@ class Runtime:
         self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
         budget = parse_bytes(settings.cache_budget)
         self.engine = Engine(self, shape, budget, settings.drafts)
-        self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
+        self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.forget
         self.tree.beside = lambda: self.engine.lanes.nbytes
         tokenizer = getattr(processor, "tokenizer", None)
         kind = (family.turn_ends(tokenizer), family.sees_whole_media, family.reuse)
@@ -189,6 +188,7 @@ class Runtime:
             parse_bytes(self.settings.cache_budget),
             Shape.of(model).has_fixed,
             self.store,
+            reuse=self.family.reuse,
             host_budget=parse_bytes(host),
             quota=self._quota,
             ttl=self._ttl,
@@ -228,7 +228,7 @@ class Runtime:
 
     def _let_go_of_one(self, names: list[str], what: str) -> None:
         """Forget the first of some tenants that has nothing pinned."""
-        pinned = self.caches.packages.pinning() | pinning(self.tree)
+        pinned = self.caches.packages.pinning() | self.tree.pinning()
         oldest = next((name for name in names if name not in pinned), None)
         if oldest is None:
             raise PinsFull(
@@ -302,7 +302,7 @@ class Runtime:
 
     def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
         """How far another namespace of the tenant knows a prompt, and why it is unusable."""
-        until, other = self.tree.elsewhere(namespace, prompt, prompt.ends(self.rule))
+        until, other = self.tree.elsewhere(namespace, prompt)
         made = self.made_under.get(other)
         if not until or made is None:
             return None

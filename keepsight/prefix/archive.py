@@ -1,143 +1,152 @@
-"""Writes and reads a node as entries of a store: a `snapshot` (rows, ids, the path) and a `state`.
+"""Writes and reads nodes as entries of a store: `snapshot` (rows, ids, the path) and `state` (what
+is valid at its end: states of fixed size, or the last logits).
 
-Entries are compared with the requesting node, because a name may be wrong. A state is written
-before its snapshot, so a stored snapshot is always complete.
+A snapshot's name is the digest of its stretch and of the entry that it goes on from, at any token
+of that one. Content is compared with the requesting node, because a name may be wrong. States are
+written before their snapshot, so a stored snapshot is complete.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from keepsight import digests
 from keepsight.kinds import Record
-from keepsight.prefix.node import LOGITS, Node, Tensors
-from keepsight.prefix.prompt import Span
+from keepsight.prefix.node import LOGITS, Node, Stored, Tensors, cut, fixed_of
+from keepsight.prefix.prompt import Prompt, Span, shift
 from keepsight.store import About, Below, Listing, Store, read_all
 
 SNAPSHOT, STATE = "snapshot", "state"
-_LATEST = 32  # most entries examined above one node
+_LATEST = 32  # most entries examined above one entry
 _TOGETHER = 32  # entries read together; more would only take memory twice
 StoredEntry = tuple[Tensors, Record]
 
 
-def write(store: Store, node: Node, ttl: float | None) -> None:
+def write(store: Store, node: Node, ttl: float | None, cost: float) -> None:
     """Write a node to a store, after those ancestors that the store has lost."""
     chain = node.chain()
-    first = len(chain) - 1
-    while first and not store.has(SNAPSHOT, chain[first - 1].digest):
+    if node.state.tensors and node.own_entry is None:
+        node.entry = None  # a state needs an entry that ends with it
+    first = len(chain)
+    while first and not is_there(store, chain[first - 1]):
         first -= 1
-        if not chain[first].rows.tier:
-            return  # useless in a store without what it depends on
+    if not all(n.rows.tier for n in chain[first:]):
+        return  # useless in a store without what it depends on
     for n in chain[first:]:
-        _write_one(store, n, ttl)
+        _write_rows(store, n, ttl, cost if n is node else 0.0)
+    entry, logits = node.entry, (node.state.tensors or {}).get(LOGITS)
+    if logits is not None and entry is not None and not store.has(STATE, entry.ending):
+        about = About(cost, (SNAPSHOT, entry.name), _media_of(node), ttl)
+        _settled(node)
+        store.put(STATE, entry.ending, {LOGITS: logits}, {"end": node.end}, about)
 
 
-def _write_one(store: Store, node: Node, ttl: float | None) -> None:
-    for way in (node.rows.way, node.state.way):
-        if way is not None:
-            way.fence.wait()
-    rows = node.rows.tensors or {}
-    tensors = {name if name == LOGITS else f"kv/{name}": t for name, t in rows.items()}
-    tensors["ids"] = torch.from_numpy(node.ids)
-    media = tuple(sorted({span.key for span in node.spans if span.key}))
-    if node.state.tensors:
-        about = About(node.cost, (SNAPSHOT, node.digest), media, ttl)
-        store.put(STATE, node.digest, node.state.tensors, {"end": node.end}, about)
+def is_there(store: Store, node: Node) -> bool:
+    """Whether a store has the rows of a node."""
+    return node.entry is not None and store.has(SNAPSHOT, node.entry.name)
+
+
+def _write_rows(store: Store, node: Node, ttl: float | None, cost: float) -> None:
     above = node.parent
-    base = None if above is None or above.parent is None else (SNAPSHOT, above.digest)
-    about = About(node.cost, base, media, ttl)
-    # Others compare the prefix before they read tensors.
-    spans = [list(span.all()) for span in node.spans]
-    record = {**path_of(node), "ids": node.ids.tolist(), "whole_spans": spans}
-    store.put(SNAPSHOT, node.digest, tensors, record, about)
-    node.on_disk, node.unreadable = True, False
+    if above is None or above.entry is None:
+        return
+    _settled(node)
+    base = None if above.parent is None else (SNAPSHOT, above.entry.name)
+    prompt = Prompt.of_path(node.start, node.ids, node.spans)
+    name = prompt.segment_digest(above.entry.name, node.start, node.end)
+    media, fixed = _media_of(node), fixed_of(node.state)
+    if fixed is not None:
+        about = About(cost, (SNAPSHOT, name), media, ttl)
+        store.put(STATE, name, fixed, {"end": node.end}, about)
+    spans = shift(node.spans, -node.start)
+    record = {
+        "parent": above.entry.name,
+        "start": node.start,
+        "end": node.end,
+        "spans": [span.plain()[:4] for span in spans],
+        "ids": node.ids.tolist(),  # others compare the path before they read tensors
+        "whole_spans": [list(span.all()) for span in spans],
+    }
+    rows = {f"kv/{name}": tensor for name, tensor in (node.rows.tensors or {}).items()}
+    tensors = {**rows, "ids": torch.from_numpy(node.ids)}
+    store.put(SNAPSHOT, name, tensors, record, About(cost, base, media, ttl))
+    node.entry, node.unreadable = Stored(name, node.start, node.end), False
 
 
-def fetched(
-    store: Store | None, nodes: Sequence[Node]
-) -> Iterator[tuple[Node, StoredEntry | None]]:
-    """Yield nodes with their rows from the store, several per read."""
-    for start in range(0, len(nodes), _TOGETHER):
-        some = nodes[start : start + _TOGETHER]
-        wanted = [node.digest for node in some if not node.rows.tier]
-        found = read_all(store, SNAPSHOT, wanted) if store is not None and wanted else {}
-        for node in some:
-            yield node, found.pop(node.digest, None)
+def _media_of(node: Node) -> tuple[str, ...]:
+    return tuple(sorted({span.key for span in node.spans if span.key}))
 
 
-def rows_in(store: Store, node: Node, found: StoredEntry | None) -> Tensors | None:
-    """The rows of a node as read, or None; an entry with other content is rejected."""
-    if found is None:
+def _settled(node: Node) -> None:
+    """Wait until copies to the host are complete."""
+    for part in node.parts:
+        if part.way is not None:
+            part.way.fence.wait()
+
+
+def rows_of(store: Store, nodes: Sequence[Node]) -> Iterator[tuple[Node, Tensors | None]]:
+    """The rows of nodes from the store, several entries per read; None where that failed."""
+    names = list(dict.fromkeys(node.entry.name for node in nodes if node.entry is not None))
+    found: dict[str, StoredEntry] = {}
+    for node in nodes:
+        if node.entry is None:
+            yield node, None
+            continue
+        if node.entry.name in names:
+            some, names = names[:_TOGETHER], names[_TOGETHER:]
+            found = read_all(store, SNAPSHOT, some)
+        read = found.get(node.entry.name)
+        yield node, None if read is None else _rows_in(store, node, node.entry, *read)
+
+
+def _rows_in(
+    store: Store, node: Node, entry: Stored, tensors: Tensors, record: Record
+) -> Tensors | None:
+    """The rows of a node in an entry; one with other content is rejected."""
+    path = described(entry.name, record)
+    ids, length = tensors.get("ids"), entry.end - entry.start
+    rows = {name[3:]: t for name, t in tensors.items() if name.startswith("kv/")}
+    # Rows outside of the sequence ("cross") are as many as the media have.
+    counts = [t.shape[-2] if t.dim() > 1 else -1 for n, t in rows.items() if n[:6] != "cross."]
+    belongs = path is not None and ids is not None and set(counts) <= {length}
+    belongs = belongs and (record["start"], record["end"]) == (entry.start, entry.end)
+    if not belongs or path is None or ids is None or not np.array_equal(ids.numpy(), record["ids"]):
+        store.reject(SNAPSHOT, entry.name, "it belongs to another path")
         return None
-    if not _belongs(node, *found):
-        store.reject(SNAPSHOT, node.digest, "it belongs to another path")
+    if node.shared(path) != len(node.ids):
+        store.reject(SNAPSHOT, entry.name, "it belongs to another path")
         return None
-    named = found[0].items()
-    rows = {name[3:]: tensor for name, tensor in named if name.startswith("kv/")}
-    return rows | ({LOGITS: found[0][LOGITS]} if LOGITS in found[0] else {})
+    return cut(rows, node.start - entry.start, node.end - entry.start, length)
 
 
-def below(store: Store, node: Node) -> Below:
-    """Store's entries above a node, and above those in turn, by digest of what they depend on."""
+def described(name: str, record: Record) -> Prompt | None:
+    """The path of an entry as its record has it, up to its end; None if the record lies. What is
+    before its start is blank."""
+    try:
+        start, spans = record["start"], tuple(Span(*row) for row in record["whole_spans"])
+        ids = np.array(record["ids"], dtype=np.int64)
+        if [span.plain()[:4] for span in spans] != record["spans"] or start < 0 or not len(ids):
+            return None
+        path = Prompt.of_path(start, ids, shift(spans, start))
+        true = path.segment_digest(record["parent"], start, len(path))
+        return path if true == name and record["end"] == len(path) else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def below(store: Store, node: Node, entry: Stored) -> Below:
+    """What goes on from an entry, and from those in turn, by the name of what they go on from."""
     if not isinstance(store, Listing):
         return {}
     if node.parent is not None:
-        return store.below(SNAPSHOT, node.digest, _LATEST)
+        return store.below(SNAPSHOT, entry.name, _LATEST)
     found = store.below(SNAPSHOT, None, _LATEST)
-    return {node.digest if base is None else base: upon for base, upon in found.items()}
+    return {entry.name if base is None else base: upon for base, upon in found.items()}
 
 
-def dependents_of(node: Node, described: list[tuple[str, Record]]) -> Iterator[Node]:
-    """Nodes that directly depend on a node, as described in the store; not read, and not
-    adopted."""
-    for digest, record in described:
-        if digest in node.children or record.get("parent") != node.digest:
-            continue
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # a record that lies: not there
-            ids = np.array(record["ids"], dtype=np.int64)
-            spans = tuple(Span(*row) for row in record["whole_spans"])
-            found = Node(node, node.end, node.end + len(ids), digest, ids, spans)
-            found.code()  # raises for what is no feature id
-            if len(ids) and digest in _names_of(found):
-                yield found
-
-
-def _names_of(node: Node) -> list[str]:
-    """The possible digests of this stretch, without and with logits."""
-    above = node.parent.digest if node.parent is not None else ""
-    spans = [span.plain()[:4] for span in node.spans]
-    kinds = ("segment", "terminal")
-    return [digests.digest(kind, above, node.start, node.ids, spans) for kind in kinds]
-
-
-def read_state(store: Store, node: Node) -> Tensors | None:
-    """The fixed-size states at a node's end, or None."""
-    found = store.get(STATE, node.digest)
+def read_end(store: Store, node: Node, what: str) -> Tensors | None:
+    """What is valid at a node's end, under its name; None if it is not there."""
+    found = store.get(STATE, what)
     return found[0] if found is not None and found[1].get("end") == node.end else None
-
-
-def path_of(node: Node) -> Record:
-    """The place of a snapshot as its stored record gives it, for comparison."""
-    return {
-        "parent": node.parent.digest if node.parent is not None else "",
-        "start": node.start,
-        "end": node.end,
-        "spans": [span.plain()[:4] for span in node.spans],
-    }
-
-
-def _belongs(node: Node, tensors: Tensors, record: Record) -> bool:
-    """Whether an entry belongs to this node: its path matches, and every token has a row."""
-    ids, path = tensors.get("ids"), path_of(node)
-    if ids is None or not np.array_equal(ids.numpy(), node.ids):
-        return False
-    if any(record.get(name) != value for name, value in path.items()):
-        return False
-    # Rows outside of the sequence ("cross") are as many as the media have.
-    kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
-    rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
-    return all(count == len(node.ids) for count in rows)

@@ -23,8 +23,8 @@ class PrefixCache(Protocol):
     def known(self, namespace: str, prompt: Prompt) -> Known:
         """Return how far the prompt agrees with anything seen before."""
 
-    def hold(self, node: Node) -> None:
-        """Keep a path in memory while a turn uses it."""
+    def hold(self, match: Match) -> Node:
+        """Keep a match in memory while a turn uses it; the node ends where it ends."""
 
     def release(self, node: Node) -> None:
         """End one hold of a path."""
@@ -43,7 +43,7 @@ class PrefixCache(Protocol):
         cost: float = 0.0,
         since: int | None = None,
     ) -> Node:
-        """Remember a snapshot behind `parent`; the node comes back held."""
+        """Remember what follows `parent`, up to `end`; the node comes back held."""
 
     def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
         """Return whether anything on a turn's path was deleted after the turn began."""
@@ -60,11 +60,15 @@ class NothingRemembered(PrefixCache):
 
     def match(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
         """Return an empty path."""
-        return Match(Node(None, 0, 0, namespace))
+        return Match(Node(None))
 
     def known(self, namespace: str, prompt: Prompt) -> Known:
         """Nothing was seen before."""
         return Known(0, False)
+
+    def hold(self, match: Match) -> Node:
+        """Return the empty path."""
+        return match.node
 
     def load(self, node: Node, prompt: Prompt) -> bool:
         """An empty path is loaded."""
@@ -82,10 +86,9 @@ class NothingRemembered(PrefixCache):
         since: int | None = None,
     ) -> Node:
         """Return an unreachable node without content."""
-        kind = "segment" if logits is None else "terminal"
-        digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
-        ids = prompt.ids[parent.end : end]
-        return Node(parent, parent.end, end, digest, ids, gone=True)
+        node = Node(parent, parent.end, prompt.ids[parent.end : end])
+        node.gone = True
+        return node
 
     def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
         """Nothing was remembered."""

@@ -1,4 +1,4 @@
-"""Results of a lookup in the tree: the deepest usable snapshot, and how far a prompt is known.
+"""Results of a lookup in the tree: how far a prompt can be used, and how far it is known.
 
 Both are plain facts about one prompt; the tree finds them.
 """
@@ -15,26 +15,15 @@ from keepsight.prefix.prompt import Prompt, Rule
 
 @dataclass(frozen=True)
 class Match:
-    """The deepest usable snapshot for a prompt."""
+    """The longest remembered prefix of a prompt. It may end inside the edge of its node, until it
+    is held."""
 
     node: Node
+    length: int = 0  # tokens that are not computed again
     tier: str = DEVICE  # the farthest tier that holds part of it: memory, host, disk or remote
     since: int = 0  # tick of the lookup: what is forgotten later must not come back
-    until: int | None = None  # where use of the node ends, if it is used only in part
-    whole: bool = False  # it ends at the prompt's end, and is usable only with its logits
-    states: bool = False  # the model has fixed-size states: prompts continue only at node ends
-
-    @property
-    def length(self) -> int:
-        """Tokens that are not computed again."""
-        return self.node.end if self.until is None else self.until
-
-    @property
-    def base(self) -> Node:
-        """The deepest node that is used completely."""
-        if self.until is None or self.until == self.node.end or self.node.parent is None:
-            return self.node
-        return self.node.parent
+    whole: bool = False  # it is the whole prompt, and is usable only with its logits
+    states: bool = False  # the model has states: prompts go on only where they were captured
 
     @property
     def logits(self) -> torch.Tensor | None:
@@ -44,17 +33,17 @@ class Match:
     def but_the_last(self, prompt: Prompt, rule: Rule) -> Match:
         """The match without its end, to compute the logits of a completely remembered prompt:
         without the last token, or back to the last place from which it can be continued."""
-        node, until = self.node, prompt.before_medium(len(prompt) - 1, rule)
-        if not self.states and until >= max(1, prompt.first_cut(rule)):
+        node, first = self.node, prompt.first_cut(rule)
+        until = prompt.before_medium(len(prompt) - 1, rule)
+        if not self.states and until >= max(1, first):
             while node.parent is not None and node.start >= until:
                 node = node.parent
-            return replace(self, node=node, until=min(until, node.end), whole=False)
-        least = prompt.first_cut(rule)
+            return replace(self, node=node, length=min(until, node.end), whole=False)
         while node.parent is not None and (
-            not least <= node.end < len(prompt) or not (node.state.tier or node.on_disk)
+            not first <= node.end < len(prompt) or not (node.state.tier or node.own_entry)
         ):
             node = node.parent
-        return replace(self, node=node, until=None, whole=False)
+        return replace(self, node=node, length=node.end, whole=False)
 
 
 @dataclass(frozen=True)

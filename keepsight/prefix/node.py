@@ -1,47 +1,61 @@
-"""A node: one stretch of a path between two boundaries and what is remembered of it; and indexes.
+"""A node of the tree: one edge of paths, and what is remembered of it.
 
-A node compares ids and spans in full, never digests alone. It knows its parent and children, and
-has two parts: the rows of its stretch and the state at its end. The tree decides what is kept, in
-which tier, and what is evicted.
+An edge is a stretch of ids and media, compared in full. A node has two parts: the rows of its
+stretch, which can be cut at any token, and what is valid at its end alone: states of fixed size,
+and the last logits of a whole prompt. The tree decides what is kept, in which tier, and what goes.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from keepsight.prefix.prompt import PASS, Prompt, Span, common, shift
+from keepsight import digests
+from keepsight.prefix.prompt import Prompt, Span, common, shift
 from keepsight.store import Store
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import Fence
 
 Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
+Key = tuple[object, ...]  # what the first token of an edge is
 DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
-_LOOKED = 64  # children on each side of a place that are searched for usable ones
-LOGITS = "logits"  # what a whole prompt has among its rows
+LOGITS = "logits"  # what the end of a whole prompt has beside its states
 
 
 @dataclass(eq=False)
-class NamespaceState:
+class Home:
     """What all nodes of one namespace share."""
 
+    name: str = ""
     tenant: str = ""
     store: Store | None = None
-    name: str = ""  # of the namespace
     holds: int = 0  # turns in flight
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
     cleared: int = -1  # tick when everything was forgotten
+    used: int = 0
     pins: int = 0  # pinned nodes of it
 
     def __post_init__(self) -> None:
         self.account = account_of(self.tenant)
+
+
+@dataclass(eq=False)
+class Stored:
+    """An entry of a store with rows of a path; several nodes may have their rows in one."""
+
+    name: str
+    start: int
+    end: int
+    listed: bool = False  # the store was asked for what goes on from it
+
+    @property
+    def ending(self) -> str:
+        """The name of the logits behind it."""
+        return digests.digest("whole", self.name)
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ class HostCopy:
 class Part:
     """Tensors that are moved and evicted together, in one tier of memory or in none.
 
-    A state depends on the rows of its own node, and rows depend on the rows of the parent.
+    The end of a node depends on its rows, and rows depend on the rows of the parent.
     """
 
     node: Node
@@ -64,16 +78,8 @@ class Part:
     tier: str = NOWHERE
     nbytes: int = 0
     way: HostCopy | None = None
-    on_device: int = 0  # number of parts that depend on this one, per tier
-    on_host: int = 0
-
-    def bears(self, tier: str, more: int = 0) -> int:
-        """The number of parts in a tier that depend on this one; first adds `more` to it."""
-        if tier == DEVICE:
-            self.on_device += more
-            return self.on_device
-        self.on_host += more
-        return self.on_host
+    was_here: bool = False  # absence now means eviction
+    on: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})  # dependents by tier
 
     @property
     def base(self) -> Part | None:
@@ -90,61 +96,61 @@ class Part:
             yield from (child.rows for child in self.node.children.values())
 
 
-@dataclass(eq=False, repr=False)
 class Node:
-    """One stretch of a path, and what is remembered of it."""
+    """One edge of paths, and what is remembered of it and at its end."""
 
-    parent: Node | None
-    start: int
-    end: int
-    digest: str
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    spans: tuple[Span, ...] = ()  # relative to `start`
-    children: dict[str, Node] = field(default_factory=dict)
-    order: list[Node] = field(default_factory=list)  # the children sorted by `code`
-    holds: int = 0
-    pinned: bool = False
-    kept: int = 0  # those of `holds` that end when it is forgotten
-    gone: bool = False  # forgotten: unreachable, and nothing may be remembered after it
-    was_full: bool = False  # it once held a snapshot: absence now means eviction
-    on_disk: bool = False  # a read from the store may work
-    unreadable: bool = False  # such a read has failed
-    leased: bool = False  # from a store, which tracks its expiry
-    expires: float | None = None
-    cost: float = 0.0  # milliseconds it took to compute the stretch; 0 if not measured
-    uses: int = 0
-    used: int = 0
-    floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
-    path: str = ""  # digest of its path without the namespace
-    looked_up: bool = False  # the store was asked for its dependents
-    version: int = 0  # incremented when a child appears, disappears or becomes usable again
-    ends: Counter[int] = field(default_factory=Counter)  # number of children per end
-
-    def __post_init__(self) -> None:
-        self.home: NamespaceState = NamespaceState() if self.parent is None else self.parent.home
+    def __init__(
+        self,
+        parent: Node | None,
+        start: int = 0,
+        ids: np.ndarray | None = None,
+        spans: tuple[Span, ...] = (),
+        home: Home | None = None,
+    ) -> None:
+        self.parent, self.children = parent, dict[Key, Node]()
+        self.home: Home = home or (parent.home if parent is not None else Home())
+        self.key: Key = ()  # among the children of its parent
+        self.take(start, np.empty(0, dtype=np.int64) if ids is None else ids, spans)
         self.rows, self.state = Part(self), Part(self)
+        self.holds = 0  # its own, and one for each child that is held
+        self.kept = 0  # own ones that end when it is forgotten
+        self.pinned = False
+        self.gone = False  # forgotten: unreachable, and nothing may be remembered after it
+        self.entry: Stored | None = None  # has its rows; that of a root has the namespace's name
+        self.unreadable = False  # a read of its entry has failed
+        self.leased = False  # from a store, which knows when it expires
+        self.expires: float | None = None
+        self.used = 0
+
+    def take(self, start: int, ids: np.ndarray, spans: tuple[Span, ...]) -> None:
+        """Set its stretch; spans count from the beginning of the path."""
+        self.start, self.end = start, start + len(ids)
+        self.ids, self.spans, self.code = ids, spans, ids.tobytes()
+
+    def first_key(self) -> Key:
+        """What its first token is in a path; see `Prompt.key`."""
+        token, span = self.code[:8], self.spans[0] if self.spans else None
+        if span is None or span.start > self.start:
+            return (token,)
+        return token, span.feature_id, span.offset
 
     def __repr__(self) -> str:
-        return (
-            f"Node({self.start} to {self.end}, {self.rows.tier or 'nowhere'}, {self.digest[:12]})"
-        )
+        return f"Node({self.start} to {self.end}, {self.rows.tier or 'nowhere'})"
 
     @property
     def kv(self) -> Tensors | None:
         """Keys and values of the stretch, if on the model's device."""
-        if self.rows.tier != DEVICE or self.rows.tensors is None:
-            return None
-        return {name: tensor for name, tensor in self.rows.tensors.items() if name != LOGITS}
+        return self.rows.tensors if self.rows.tier == DEVICE else None
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """The last logits of a whole prompt, if on the model's device."""
-        return (self.rows.tensors or {}).get(LOGITS) if self.rows.tier == DEVICE else None
+        """The logits behind a whole prompt that ends here, if on the model's device."""
+        return (self.state.tensors or {}).get(LOGITS) if self.state.tier == DEVICE else None
 
     @property
     def fixed(self) -> Tensors | None:
-        """The fixed-size states at the end, if on the model's device."""
-        return self.state.tensors if self.state.tier == DEVICE else None
+        """The states of fixed size at the end, if on the model's device."""
+        return fixed_of(self.state) if self.state.tier == DEVICE else None
 
     @property
     def parts(self) -> tuple[Part, Part]:
@@ -162,10 +168,15 @@ class Node:
             yield from (part.tensors or {}).values()
 
     @property
-    def is_ghost(self) -> bool:
-        """Whether it holds nothing and has no children. A root is never a ghost."""
+    def own_entry(self) -> Stored | None:
+        """The entry that ends where it ends."""
+        return self.entry if self.entry is not None and self.entry.end == self.end else None
+
+    @property
+    def is_record(self) -> bool:
+        """Whether nothing is left of it but its path. A root is no record."""
         held = self.holds or self.children or self.gone or self.parent is None
-        return not held and not any(part.tier for part in self.parts)
+        return not held and not self.rows.tier and not self.state.tier
 
     def chain(self) -> list[Node]:
         """The nodes from the first stretch to this one, without the root."""
@@ -184,166 +195,29 @@ class Node:
             yield node
             stack.extend(node.children.values())
 
-    def code(self) -> bytes:
-        """The stretch encoded so that neighbours in sorted order share the longest prefix.
-
-        Used to find the closest of many children, never for identity.
-        """
-        return _code(self.ids, self.spans)
-
-    def adopt(self, child: Node) -> None:
-        """Add a child."""
-        self.children[child.digest] = child
-        self.ends[child.end] += 1
-        self.version += 1
-        bisect.insort(self.order, child, key=Node.code)
-
-    def disown(self, child: Node) -> None:
-        """Remove a child."""
-        del self.children[child.digest]
-        self.ends -= Counter((child.end,))  # drops a count of zero
-        self.version += 1
-        spot = bisect.bisect_left(self.order, child.code(), key=Node.code)
-        while self.order[spot] is not child:  # several may have equal codes
-            spot += 1
-        del self.order[spot]
-
-    def closest(
-        self, prompt: Prompt, usable: Callable[[Node], bool] | None = None
-    ) -> tuple[Node | None, int]:
-        """The child that shares the most with the prompt from here on, and how many tokens; among
-        those that are `usable`, if given."""
-        end = min(len(prompt), self.end + 2 * PASS)
-        ids, spans = prompt.ids[self.end : end], shift(prompt.clip(self.end, end), -self.end)
-        spot = bisect.bisect_left(self.order, _code(ids, spans), key=Node.code)
-        best, rank = None, (-1, False)
-        for child in self._around(spot, usable):
-            shared = common(child.ids, child.spans, ids, spans)
-            mine = (shared, shared == len(child.ids))  # among equals one that agrees in full
-            if mine > rank:
-                best, rank = child, mine
-        return best, rank[0]
-
-    def within(self, prompt: Prompt) -> Iterator[Node]:
-        """The children that the prompt covers completely, the longest first."""
-        ids, spans = prompt.ids[self.end :], shift(prompt.clip(self.end, len(prompt)), -self.end)
-        code = _code(ids, spans)
-        while code:
-            spot = bisect.bisect_right(self.order, code, key=Node.code)
-            if spot == 0:
-                return
-            # Other children covered by the prompt share no more with it than this one.
-            last = self.order[spot - 1]
-            shared = common(last.ids, last.spans, ids, spans)
-            if shared == len(last.ids):
-                first = bisect.bisect_left(self.order, last.code(), key=Node.code)
-                yield from self.order[first:spot]
-                shared -= 1
-            code = code[: 8 * shared]
-
-    def _around(self, spot: int, usable: Callable[[Node], bool] | None) -> Iterator[Node]:
-        """The two children on each side of a place in sorted order, among the usable ones."""
-        if usable is None:
-            yield from self.order[max(0, spot - 2) : spot + 2]
-            return
-        before = (child for child in reversed(self.order[max(0, spot - _LOOKED) : spot]))
-        for side in (before, self.order[spot : spot + _LOOKED]):
-            yield from itertools.islice(filter(usable, side), 2)
-
-    def same_as(self, prompt: Prompt) -> bool:
-        """Compare ids and feature ids in full, not digests."""
-        ids = prompt.ids[self.start : self.end]
-        if self.end > len(prompt) or not np.array_equal(self.ids, ids):
-            return False
-        return shift(self.spans, self.start) == prompt.clip(self.start, self.end)
+    def shared(self, prompt: Prompt) -> int:
+        """How many tokens of its stretch a prompt shares: ids and feature ids, compared in full."""
+        same = prompt.code[8 * self.start : 8 * self.end] == self.code
+        if same and prompt.clip(self.start, self.end) == self.spans:
+            return len(self.ids)
+        stop = min(self.end, len(prompt))
+        theirs = shift(prompt.clip(self.start, stop), -self.start)
+        mine = shift(self.spans, -self.start)
+        return common(self.ids, mine, prompt.ids[self.start : stop], theirs)
 
 
-def _code(ids: np.ndarray, spans: Sequence[Span]) -> bytes:
-    code = ids.astype(">i8")
-    for span in spans:
-        base = (1 << 62) | int(span.feature_id[:12], 16) << 12
-        end = min(span.end, len(code))
-        code[span.start : end] = base + span.offset + np.arange(end - span.start)
-    return code.tobytes()
+def fixed_of(part: Part) -> Tensors | None:
+    """The states of fixed size among what is valid at an end."""
+    found = {name: t for name, t in (part.tensors or {}).items() if name != LOGITS}
+    return found or None
 
 
-_LATEST = 4  # namespaces that know a path; one is enough for a reason
-
-
-class Paths:
-    """Nodes by tenant and by the digest of their path, in all namespaces. A root has the empty
-    path. With it a report can name other weights as the reason for a miss without a walk through
-    all namespaces: training makes a new one with every step."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[tuple[str, str], dict[Node, None]] = {}
-
-    def add(self, node: Node) -> None:
-        """Add a node that becomes reachable."""
-        self._nodes.setdefault((node.home.tenant, node.path), {})[node] = None
-
-    def discard(self, node: Node) -> None:
-        """Remove a node, if it is here."""
-        place = (node.home.tenant, node.path)
-        nodes = self._nodes.get(place, {})
-        nodes.pop(node, None)
-        if not nodes:
-            self._nodes.pop(place, None)
-
-    def elsewhere(self, path: str, home: NamespaceState) -> list[Node]:
-        """The most recently used nodes with this path in other namespaces of the same tenant."""
-        found: list[Node] = []
-        for node in reversed(self._nodes.get((home.tenant, path), {})):
-            if node.home is not home:
-                found.append(node)
-                if len(found) == _LATEST:
-                    break
-        return found
-
-    def __len__(self) -> int:
-        return sum(len(nodes) for nodes in self._nodes.values())
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._nodes.get((node.home.tenant, node.path), {})
-
-
-MAX_NODES, MAX_BYTES = 20_000, 32 << 20
-_OVERHEAD = 1024  # bytes of a node besides its ids
-
-
-class Tombstones:
-    """Nodes without content, the oldest first, so that a report can say `evicted` instead of `new`.
-    Their number and bytes are bounded; `forget` is called with each dropped node."""
-
-    def __init__(self, forget: Callable[[Node], None]) -> None:
-        self._forget = forget
-        self._sizes: dict[Node, int] = {}
-        self.nbytes = 0
-
-    def note(self, node: Node) -> None:
-        """Add a node as the youngest if it is empty."""
-        if node.is_ghost:
-            self.discard(node)
-            self._sizes[node] = size = node.ids.nbytes + _OVERHEAD
-            self.nbytes += size
-
-    def discard(self, node: Node) -> None:
-        """Remove a node, if it is here."""
-        self.nbytes -= self._sizes.pop(node, 0)
-
-    def prune(self) -> None:
-        """Drop the oldest until the rest is within bounds. A node that was filled again stays."""
-        while len(self._sizes) > MAX_NODES or self.nbytes > MAX_BYTES:
-            node = next(iter(self._sizes))
-            self.discard(node)
-            if node.is_ghost:
-                self._forget(node)
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def check(self) -> None:
-        """Require that the counted bytes equal those of the nodes here."""
-        true = sum(node.ids.nbytes + _OVERHEAD for node in self._sizes)
-        if not self.nbytes == sum(self._sizes.values()) == true:
-            raise AssertionError(f"tombstones: counted {self.nbytes}, there are {true}")
+@torch.inference_mode()
+def cut(rows: Tensors, start: int, end: int, length: int) -> Tensors:
+    """Some of `length` rows, in memory of their own. Tensors beside the sequence (`cross`) belong
+    to the first ones."""
+    if (start, end) == (0, length):
+        return rows
+    inside = {n: t[..., start:end, :] for n, t in rows.items() if not n.startswith("cross.")}
+    beside = {n: t for n, t in rows.items() if n.startswith("cross.") and start == 0}
+    return {name: tensor.clone() for name, tensor in (inside | beside).items()}

@@ -98,6 +98,25 @@ class Prompt:
                 row += end - start
         return tuple(sorted(spans, key=lambda span: span.start))
 
+    @classmethod
+    def of_path(cls, start: int, ids: np.ndarray, spans: tuple[Span, ...]) -> Prompt:
+        """A prompt of which only a stretch is known, as in the tree; what is before is blank."""
+        prompt = cls(np.concatenate([np.zeros(start, dtype=np.int64), ids]))
+        vars(prompt)["spans"] = spans
+        return prompt
+
+    @cached_property
+    def code(self) -> bytes:
+        """The ids in memory, eight bytes each."""
+        return self.ids.astype(np.int64).tobytes()
+
+    def key(self, at: int) -> tuple[object, ...]:
+        """What a token is in a path: its id, or a row of features."""
+        token, span = self.code[8 * at : 8 * at + 8], self._around(at)
+        if span is None:
+            return (token,)
+        return token, span.feature_id, span.offset + at - span.start
+
     @cached_property
     def _ends(self) -> list[int]:
         """The end of each span, in order: they do not overlap."""
@@ -118,8 +137,8 @@ class Prompt:
 
     def clip(self, start: int, end: int) -> tuple[Span, ...]:
         """The parts of media between two positions."""
-        found = []
-        for span in self.spans[bisect_right(self._ends, start) :]:
+        place, found = bisect_right(self._ends, start), []
+        for span in self.spans[place : place + end - start]:
             if span.start >= end:
                 break
             if max(span.start, start) < min(span.end, end):
@@ -132,12 +151,12 @@ class Prompt:
         numbers = {span.medium: None for span in self.clip(start, len(self))}
         return [self.media[number] for number in numbers]
 
-    def segment_digest(self, parent: str, start: int, end: int, kind: str = "segment") -> str:
+    def segment_digest(self, parent: str, start: int, end: int) -> str:
         """The digest of the path up to `end`, given the digest up to `start`."""
         spans = [
             [s.start - start, s.end - start, s.feature_id, s.offset] for s in self.clip(start, end)
         ]
-        return digests.digest(kind, parent, start, self.ids[start:end], spans)
+        return digests.digest("segment", parent, start, self.ids[start:end], spans)
 
     def events(self, rule: Rule) -> list[int]:
         """After the last range of each medium, and after the end of each turn.

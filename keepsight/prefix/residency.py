@@ -1,13 +1,12 @@
-"""What the tree holds in each tier of memory, for which tenant, and what is evicted first.
+"""What the tree holds in each tier of memory, for which tenant, and what goes first.
 
-A snapshot depends on those before it, and its state on its rows. No part is in a nearer tier than
-what it depends on: after rows on the host there are none on the device, and after rows in no memory
-there are none at all. So the deepest parts go first, and a path loaded from its start is complete
-at each step. A store keeps the same rule for itself.
-
-Parts evicted from the device go to the host if it has a budget; otherwise they are dropped, because
-the store has had them since they were inserted. Copies are made only after a turn, so that no first
-token waits for them; until then the device may exceed its budget by an eighth.
+Edges are split at any token when a prompt parts there; each half then has its rows in memory of its
+own. No part is in a nearer tier than what it depends on: after rows on the host there are none on
+the device, and after rows in no memory there are none at all. So leaves go first, the least
+recently used one before others: from the device to the host if that has a budget, else they are
+dropped; a store has had them since they were inserted. Copies are made after a turn only, so that
+no first token waits for them; until then the device may exceed its budget by an eighth. What has
+gone stays as a record of its path, so that a report can say `evicted` instead of `new`.
 """
 
 from __future__ import annotations
@@ -15,34 +14,36 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from keepsight.errors import InputError
+from keepsight.errors import InputError, PinsFull
 from keepsight.formats.package import storage_bytes
 from keepsight.prefix.invariants import audit
+from keepsight.prefix.match import Match
 from keepsight.prefix.node import (
     DEVICE,
     HOST,
     NOWHERE,
-    NamespaceState,
+    Home,
+    Key,
     Node,
     Part,
-    Paths,
     Received,
+    Stored,
     Tensors,
-    Tombstones,
+    cut,
 )
-from keepsight.prefix.pins import check_room, set_pinned
+from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tier import Tier, copy_back, copy_out
-from keepsight.store import Store, usefulness
+from keepsight.store import Store
 
 MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
+MAX_RECORDS = 4096  # paths without tensors that are remembered, to say `evicted`
 SLACK = 8  # share by which the device may exceed its budget during a turn
 
 
 class Residency:
-    """All namespaces of one model, in two tiers of memory."""
+    """All namespaces of one model, with one budget of bytes per tier of memory."""
 
     def __init__(
         self,
@@ -50,54 +51,51 @@ class Residency:
         has_fixed: bool,
         store: Store | None = None,
         *,
+        reuse: str = "prefix",
         host_budget: int = 0,
         quota: int | None = None,
         ttl: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budget, self.host_budget, self.quota, self.ttl = budget, host_budget, quota, ttl
-        self.has_fixed, self.store = has_fixed, store
+        self.has_fixed, self.store, self.reuse = has_fixed, store, reuse
         self.roots: dict[str, Node] = {}
-        self._homes: dict[str, NamespaceState] = {}  # tenant of each namespace, cleared or not
+        self._homes: dict[str, Home] = {}  # whose each namespace is, cleared or not
         self.device, self.host = Tier(DEVICE), Tier(HOST)
         self.evictions = self.demotions = self.promotions = 0
-        self.measured = (0.0, 0)  # milliseconds of prefill, and the tokens computed in them
         self.late = False  # whether a budget is exceeded until the turn has ended
         self.detached: set[Node] = set()  # forgotten, but held still
+        self.records: dict[Node, None] = {}  # leaves without tensors, the oldest first
         # Moves tensors from a file to the model's devices; None if they do not fit the model.
         self.receive: Callable[[Tensors, Tensors | None], Received | None] = lambda r, f: (r, f)
-        # The engine's idle lanes hold copies of what is forgotten here, within the same budget.
-        self.on_forget: Callable[[], None] = lambda: None
+        # The engine's idle lanes hold copies of what is here, within the same budget. True: all of
+        # them must go; False: those that lie on what is gone.
+        self.on_forget: Callable[[bool], None] = lambda everything: None
         self.beside: Callable[[], int] = lambda: 0
-        self._now = clock
-        self._clock, self._number = itertools.count(1), itertools.count()
+        self._now, self._count = clock, itertools.count(1)
         self.tick = 0
-        self._floor = 0.0
-        self._floors: dict[str, float] = defaultdict(float)  # by tenant
-        self._touched: set[str] = set()  # tenants that may exceed their quota
-        self.paths, self.tombstones = Paths(), Tombstones(self._forget_tombstone)
+        self.changes = 0  # of edges
+        self._walked: tuple[Node | None, Prompt | None, int, list[tuple[Node, int]]]
+        self._walked = (None, None, 0, [])  # the latest walk along a prompt
+        self._touched: set[str] = set()  # accounts that may exceed their quota
         self._expiring: list[tuple[float, int, Node]] = []
 
-    # -- namespaces ------------------------------------------------------------------------------
+    # -- namespaces --------------------------------------------------------------------------------
 
     def root(self, namespace: str, tenant: str | None = None, store: Store | None = None) -> Node:
         """The root of all paths of a namespace; it belongs to one tenant and one store."""
-        if namespace not in self._homes:
-            owner = tenant or ""
-            store = store or self._store_of(owner)
-            self._homes[namespace] = NamespaceState(owner, store, namespace)
-        home = self._homes[namespace]
+        home = self._homes.get(namespace)
+        if home is None:
+            home = self._homes[namespace] = Home(namespace, tenant or "")
+            own = self.store is not None and home.tenant
+            home.store = self.store.tenant(home.tenant) if own and self.store else self.store
         if tenant not in (None, home.tenant):
             raise InputError("this namespace belongs to another tenant; each has its own")
         home.store = store or home.store
         if namespace not in self.roots:
-            self.roots[namespace] = Node(None, 0, 0, namespace)
-            self.roots[namespace].home = home
-            self.paths.add(self.roots[namespace])
+            self.roots[namespace] = root = Node(None, home=home)
+            root.entry = Stored(namespace, 0, 0)
         return self.roots[namespace]
-
-    def _store_of(self, tenant: str) -> Store | None:
-        return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
     def namespaces(self, tenant: str = "") -> list[str]:
         """The namespaces of one tenant."""
@@ -109,23 +107,74 @@ class Residency:
             if tenant in (None, root.home.tenant):
                 yield from (node for node in root.below() if node is not root)
 
-    # -- holding ---------------------------------------------------------------------------------
+    # -- edges -------------------------------------------------------------------------------------
 
-    def hold(self, node: Node) -> None:
+    def key(self, node: Node, prompt: Prompt) -> Key:
+        """The key of the child of a node that a prompt goes on with. Where what comes later changes
+        the rows before it, prompts that differ in it share nothing."""
+        key = prompt.key(node.end)
+        if node.parent is None and self.reuse != "prefix":
+            key += (prompt.spans,) if self.reuse == "same media" else (prompt.spans, prompt.code)
+        return key
+
+    def edge(self, node: Node, prompt: Prompt, end: int) -> Node:
+        """The next edge of a prompt's path, no longer than to `end`: split or made if needed."""
+        key = self.key(node, prompt)
+        child = node.children.get(key)
+        if child is not None:
+            return self.split(child, min(end, node.end + child.shared(prompt)))
+        new = Node(node, node.end, prompt.ids[node.end : end].copy(), prompt.clip(node.end, end))
+        new.key, node.children[key] = key, new
+        self.changes += 1
+        self._will_expire(new, None if self.ttl is None else self._now() + self.ttl)
+        return new
+
+    def split(self, node: Node, at: int) -> Node:
+        """The node that ends at a token of an edge. The end of the edge stays the node it is."""
+        if at == node.end or node.parent is None:
+            return node
+        size, start, ids, spans = at - node.start, node.start, node.ids, node.spans
+        part, way, tensors = node.rows, node.rows.way, node.rows.tensors or {}
+        tier = self._tier(part) if part.tier else None
+        if way is not None:
+            way.fence.wait()
+        halves = [cut(tensors, *its, len(ids)) for its in ((0, size), (size, len(ids)))]
+        before = tuple(s.clip(start, at) for s in spans if s.start < at)
+        upper = Node(node.parent, start, ids[:size].copy(), before)
+        upper.key, upper.entry, upper.leased = node.key, node.entry, node.leased
+        upper.holds, upper.used = int(node.holds > 0), node.used
+        upper.rows.was_here = node.rows.was_here
+        self.changes += 1
+        self._remove(part)
+        node.parent.children[node.key] = upper
+        node.take(at, ids[size:].copy(), tuple(s.clip(at, node.end) for s in spans if s.end > at))
+        node.parent, node.key = upper, node.first_key()
+        upper.children[node.key] = node
+        if tier is not None:
+            upper.rows.way = way
+            self._put(upper.rows, halves[0], tier)
+            self._put(part, halves[1], tier)
+        self._will_expire(upper, node.expires)
+        return upper
+
+    # -- holding -----------------------------------------------------------------------------------
+
+    def hold(self, match: Match) -> Node:
+        """Keep a match and all that it depends on until `release`; the node ends where it ends."""
+        return self.hold_node(self.split(match.node, match.length))
+
+    def hold_node(self, node: Node) -> Node:
         """Keep a node and everything it depends on until `release`."""
-        for n in self._hold(node):
-            n.uses += 1
-
-    def _hold(self, node: Node) -> list[Node]:
-        self.tick = next(self._clock)
-        floors, chain = (self._floor, self._floors[node.home.account]), node.chain()
-        for n in chain:
-            if not n.holds:
-                self._guard(n, 1)
-            n.holds += 1
-            n.used, n.floors = self.tick, floors
+        self.tick = node.used = node.home.used = next(self._count)
         node.home.holds += 1
-        return chain
+        held: Node | None = node
+        while held is not None:
+            held.holds += 1
+            if held.holds > 1:  # then all before it is held too
+                break
+            self._guard(held, 1)
+            held = held.parent
+        return node
 
     def release(self, node: Node) -> None:
         """Undo one `hold`. If others still hold the node, a turn may be running: make no copies."""
@@ -137,7 +186,7 @@ class Residency:
 
     def keep(self, node: Node) -> None:
         """Hold a node until `let_go`, or until it is forgotten."""
-        self.hold(node)
+        self.hold_node(node)
         node.kept += 1
 
     def let_go(self, node: Node) -> None:
@@ -148,11 +197,15 @@ class Residency:
 
     def _let(self, node: Node) -> None:
         self._touched.add(node.home.account)
-        for n in reversed(node.chain()):
-            n.holds -= 1
-            if not n.holds:
-                self._guard(n, -1)
-                self._set_free(n)
+        held: Node | None = node
+        while held is not None:
+            held.holds -= 1
+            if held.holds:
+                break
+            self._guard(held, -1)
+            held.used = self.tick  # its whole path was in use until now
+            self._set_free(held)
+            held = held.parent
         node.home.holds -= 1
         if not node.home.holds:
             node.home.barred.clear()
@@ -165,37 +218,54 @@ class Residency:
     def _set_free(self, node: Node) -> None:
         if node.gone:
             self.detached.discard(node)
-            for part in node.parts:
-                self._drop(part)
-            return
         for part in (node.state, node.rows):
-            if part.tier and not part.bears(part.tier):
+            if node.gone:
+                self._drop(part)
+            elif part.tier and not part.on[part.tier]:
                 self._tier(part).offer(part)
-        self.tombstones.note(node)
+        if not node.children:
+            self._note(node)
 
     def pin(self, node: Node, on: bool = True) -> None:
-        """Pin or unpin a node and everything it depends on in memory. Forgetting and clearing
-        override pins. The store keeps its own pins."""
-        if on != node.pinned and not node.gone:
-            if on:
-                check_room(self, node)
-            set_pinned(node, on)
-            (self._hold if on else self.release)(node)
+        """Pin or unpin a node and everything it depends on in memory. Pins count against quota and
+        budget. Forgetting and clearing override them. The store keeps its own pins."""
+        if on == node.pinned or node.gone:
+            return
+        if on:
+            self._check_room(node)
+        node.pinned = on
+        node.home.pins += 1 if on else -1
+        (self.hold_node if on else self.release)(node)
 
-    # -- tiers -----------------------------------------------------------------------------------
+    def _check_room(self, node: Node) -> None:
+        roots = [root for root in self.roots.values() if root.home.pins]
+        held = {n for root in roots for one in root.below() if one.pinned for n in one.chain()}
+        held.update(node.chain())
+        own = sum(n.nbytes for n in held if n.home.account == node.home.account)
+        if self.quota is not None and own > self.quota:
+            raise PinsFull.over("prompts", own, self.quota, "tenant_quota")
+        if sum(n.nbytes for n in held) > self.budget:
+            raise PinsFull.no_room("prompts", "cache_budget", self.budget)
+
+    def pinning(self) -> set[str]:
+        """The tenants that have pins."""
+        return {root.home.tenant for root in self.roots.values() if root.home.pins}
+
+    # -- tiers -------------------------------------------------------------------------------------
 
     def _tier(self, part: Part) -> Tier:
         return self.device if part.tier == DEVICE else self.host
 
-    def place(self, part: Part, tensors: Tensors, tier: Tier | None = None) -> None:
-        """Put tensors into a tier; drop the part's earlier tensors."""
-        tier = tier or self.device
+    def place(self, part: Part, tensors: Tensors) -> None:
+        """Put tensors on the device; drop the part's earlier ones."""
+        self._put(part, tensors, self.device)
+        part.way = None
+
+    def _put(self, part: Part, tensors: Tensors, tier: Tier) -> None:
         self._remove(part)
         part.tensors, part.tier, part.nbytes = tensors, tier.name, storage_bytes(tensors.values())
-        if tier is self.device:
-            part.way = None
+        part.was_here = True
         tier.put(part)
-        part.node.was_full = True
         self._touched.add(part.node.home.account)
 
     def _remove(self, part: Part) -> None:
@@ -214,33 +284,27 @@ class Residency:
         if part.nbytes > room:
             self._drop(part)
             return
-        self.place(part, copy_out(part), self.host)
+        self._put(part, copy_out(part), self.host)
         self.demotions += 1
 
     def _drop(self, part: Part) -> None:
         """Drop a part, after everything that depends on it."""
         if not part.tier:
             return
-        if part.on_device or part.on_host:
+        if any(part.on.values()):
             for other in part.dependents():
                 self._drop(other)
         self._remove(part)
+        part.way = None
         self.evictions += 1
-        self.tombstones.note(part.node)
+        self._note(part.node)
 
-    def _lower(self, part: Part, away: Callable[[Part], None], whose: str | None = None) -> None:
-        """Remove one part from its tier; with a state, also rows that served only it."""
+    def _lower(self, part: Part, away: Callable[[Part], None]) -> None:
+        """Remove one part from its tier; with an end, also rows that served only it."""
         node, tier = part.node, self._tier(part)
-        value = usefulness(node.floors[whose is not None], node.uses, node.cost, part.nbytes)
-        if whose is None:
-            self._floor = max(self._floor, value)
-        else:
-            self._floors[whose] = max(self._floors[whose], value)
         away(part)
         if part is node.state and tier.may_go(node.rows):
             away(node.rows)
-
-    # -- eviction --------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
@@ -255,78 +319,56 @@ class Residency:
             self.settle()
 
     def settle(self) -> None:
-        """Enforce budgets, quotas and times to live: the least useful parts move a tier down or are
-        dropped; idle lanes go if what is held needs their room."""
+        """Enforce budgets, quotas and times to live: the least recently used leaves move a tier
+        down or are dropped; idle lanes go if what is held needs their room."""
         self.expire()
         self.late = False
         down = self._demote if self.host_budget else self._drop
-        for tier, budget, away in (
-            (self.device, self.room, down),
-            (self.host, self.host_budget, self._drop),
-        ):
+        for tier, away in ((self.device, down), (self.host, self._drop)):
+            budget = self.room if tier is self.device else self.host_budget
             while tier.nbytes > budget and (part := tier.least()) is not None:
                 self._lower(part, away)
             if tier is self.device and tier.nbytes > budget:
-                self.on_forget()
+                self.on_forget(True)
             for account in list(self._touched) if self.quota is not None else ():
-                self._keep_quota(tier, account, away)
+                while tier.owned.get(account, 0) > (self.quota or 0):
+                    if (part := tier.least(account)) is None:
+                        break
+                    self._lower(part, away)
         self._touched.clear()
-        self.tombstones.prune()
-
-    def _keep_quota(self, tier: Tier, account: str, away: Callable[[Part], None]) -> None:
-        while tier.owned.get(account, 0) > (self.quota or 0):
-            part = tier.least(account)
-            if part is None:
-                return
-            self._lower(part, away, account)
+        self._prune()
 
     def evict(self, nbytes: int) -> int:
         """Free at least this many bytes of memory, if evictable; return the bytes freed."""
         start = self.device.nbytes + self.host.nbytes
         for tier in (self.host, self.device):
             while start - self.device.nbytes - self.host.nbytes < nbytes:
-                part = tier.least()
-                if part is None:
+                if (part := tier.least()) is None:
                     break
                 self._lower(part, self._drop)
-        self.tombstones.prune()
+        self._prune()
         return start - self.device.nbytes - self.host.nbytes
 
-    def clear(self, tenant: str | None = None) -> None:
-        """Forget everything, pinned or not, of all tenants or of one.
+    # -- records of what has gone ------------------------------------------------------------------
 
-        A turn that began before remembers nothing either.
-        """
-        for name, root in list(self.roots.items()):
-            if tenant in (None, root.home.tenant):
-                for node in list(root.children.values()):
-                    self.forget(node)
-                root.home.cleared = self.tick
-                if not root.home.holds:
-                    self.paths.discard(self.roots.pop(name))
-        alive = set(self.nodes())
-        self._expiring = [entry for entry in self._expiring if entry[2] in alive]
-        heapq.heapify(self._expiring)
+    def _note(self, node: Node) -> None:
+        """Keep a node without tensors as the youngest record."""
+        if node.is_record:
+            self.records.pop(node, None)
+            self.records[node] = None
 
-    def drop_empty(self, spare: str) -> set[str]:
-        """Drop every other namespace that is empty and has no turn in flight; return them."""
-        homes, roots = self._homes, self.roots
-        used = {spare} | {name for name, root in roots.items() if root.children}
-        empty = {name for name, home in homes.items() if not home.holds} - used
-        for name in empty:
-            del homes[name]
-            if name in roots:
-                self.paths.discard(roots.pop(name))
-        return empty
+    def _prune(self) -> None:
+        """Drop the oldest records until the rest is within bounds. What was filled again stays."""
+        while len(self.records) > MAX_RECORDS:
+            node = next(iter(self.records))
+            del self.records[node]
+            if node.is_record and node.parent is not None:
+                node.gone = True
+                del node.parent.children[node.key]
+                self.changes += 1
+                self._note(node.parent)
 
-    def let_go_of(self, tenant: str) -> None:
-        """Clear a tenant and drop its record too, unless it has a turn in flight."""
-        self.clear(tenant)
-        homes, roots = self._homes.items(), self.roots
-        self._homes = {n: home for n, home in homes if n in roots or home.tenant != tenant}
-        self._floors.pop(tenant, None)
-
-    # -- forgetting ------------------------------------------------------------------------------
+    # -- forgetting --------------------------------------------------------------------------------
 
     def forget(self, node: Node, fit: bool = True) -> int:
         """Remove a node and everything that depends on it; return the bytes freed.
@@ -337,36 +379,31 @@ class Residency:
         if node.parent is None or node.gone:
             return 0
         start = self.device.nbytes + self.host.nbytes
-        node.parent.disown(node)
+        del node.parent.children[node.key]
+        self.changes += 1
         below, let = list(node.below()), False
         for n in below:
             n.gone = True
-            self.tombstones.discard(n)
-            self.paths.discard(n)
+            self.records.pop(n, None)
         for n in reversed(below):
             for _ in range(n.kept + n.pinned):
                 self._let(n)
                 let = True
-            n.kept = 0
-            if n.pinned:
-                set_pinned(n, False)
+            n.kept, n.home.pins, n.pinned = 0, n.home.pins - n.pinned, False
             if n.holds:
                 self.detached.add(n)
                 continue
             for part in n.parts:
                 self._drop(part)
-        self.tombstones.note(node.parent)
-        self.on_forget()
+        self._note(node.parent)
+        self.on_forget(False)
         if let and fit:  # what was protected besides them counts again
             self.fit()
         return start - self.device.nbytes - self.host.nbytes
 
     def forget_media(self, image_key: str, tenant: str = "") -> int:
         """Forget everything that depends on an image, for one tenant; return the bytes freed in
-        memory.
-
-        A turn that began before remembers nothing of it either.
-        """
+        memory. A turn that began before remembers nothing of it either."""
         for name in self.namespaces(tenant):
             home = self.roots[name].home
             if home.holds:
@@ -375,27 +412,49 @@ class Residency:
                 home.cleared, home.barred = self.tick, {}
         found = [n for n in self.nodes(tenant) if any(s.key == image_key for s in n.spans)]
         freed = sum(self.forget(node) for node in found)
-        self.on_forget()
+        self.on_forget(True)
         return freed
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget everything, pinned or not, of all tenants or of one. A turn that began before
+        remembers nothing either."""
+        for name, root in list(self.roots.items()):
+            if tenant in (None, root.home.tenant):
+                for node in list(root.children.values()):
+                    self.forget(node)
+                root.home.cleared = self.tick
+                if not root.home.holds:
+                    del self.roots[name]
+        self._expiring = [entry for entry in self._expiring if not entry[2].gone]
+        heapq.heapify(self._expiring)
+        self.on_forget(True)
+
+    def drop_empty(self, spare: str) -> set[str]:
+        """Drop every other namespace that is empty and has no turn in flight; return them."""
+        used = {spare} | {name for name, root in self.roots.items() if root.children}
+        empty = {name for name, home in self._homes.items() if not home.holds} - used
+        for name in empty:
+            del self._homes[name]
+            self.roots.pop(name, None)
+        return empty
+
+    def let_go_of(self, tenant: str) -> None:
+        """Clear a tenant and drop its record too, unless it has a turn in flight."""
+        self.clear(tenant)
+        homes, roots = self._homes.items(), self.roots
+        self._homes = {n: home for n, home in homes if n in roots or home.tenant != tenant}
 
     def expire(self) -> None:
         """Forget what exceeded its time to live. The clock may jump: that can only shorten it."""
         while self._expiring and self._expiring[0][0] <= self._now():
             self.forget(heapq.heappop(self._expiring)[2])
 
-    def _will_expire(self, node: Node) -> None:
-        if self.ttl is not None:
-            node.expires = self._now() + self.ttl
-            heapq.heappush(self._expiring, (node.expires, next(self._number), node))
+    def _will_expire(self, node: Node, expires: float | None) -> None:
+        node.expires = expires
+        if expires is not None:
+            heapq.heappush(self._expiring, (expires, next(self._count), node))
 
-    def _forget_tombstone(self, node: Node) -> None:
-        if node.parent is not None:
-            node.gone = True
-            node.parent.disown(node)
-            self.paths.discard(node)
-            self.tombstones.note(node.parent)
-
-    # -- counters --------------------------------------------------------------------------------
+    # -- counters ----------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:

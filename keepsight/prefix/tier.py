@@ -1,6 +1,7 @@
-"""One tier of memory: its bytes, their owners, a ranking by usefulness; and copies between tiers.
+"""One tier of memory: its bytes, their owners, and which part goes first; and copies between tiers.
 
-A part is evictable once nothing holds it and nothing in the tier depends on it.
+A part can go once nothing holds it and nothing in the tier depends on it; the one that was used
+least recently goes first.
 """
 
 from __future__ import annotations
@@ -10,47 +11,45 @@ from collections import defaultdict
 import torch
 
 from keepsight.prefix.node import HostCopy, Part, Tensors
-from keepsight.store import EvictionQueue, Order, usefulness
+from keepsight.store import EvictionQueue
 from keepsight.system.devices import to_devices, to_host
 
 
 class Tier:
-    """The counters of one tier, in total and per account."""
+    """The counters of one tier, in total, per tenant, and per account for quotas."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.nbytes = self.held = self.snapshots = 0
         self.bytes_of: dict[str, int] = defaultdict(int)
-        self.owned: dict[str, int] = defaultdict(int)  # by account, which quotas are for
-        self._all: EvictionQueue[Part] = EvictionQueue(lambda part: _order(part, 0))
+        self.owned: dict[str, int] = defaultdict(int)
+        self._all: EvictionQueue[Part] = EvictionQueue(_order)
         self._own: dict[str, EvictionQueue[Part]] = {}
 
     def put(self, part: Part) -> None:
         """Add a part to the counts."""
         self._count(part, 1)
         if part.base is not None:
-            part.base.bears(self.name, 1)
-        if part.node.parent is not None:  # it may be used from now on
-            part.node.parent.version += 1
+            part.base.on[self.name] += 1
         self.offer(part)
 
     def take(self, part: Part) -> None:
-        """Remove a part from the counts; what it depended on may become evictable."""
+        """Remove a part from the counts; what it depended on may go next."""
         self._count(part, -1)
-        tenant, account = part.node.home.tenant, part.node.home.account
+        home, base = part.node.home, part.base
         self._all.discard(part)
-        own = self._own.get(account)
+        own = self._own.get(home.account)
         if own is not None:  # a part held since its creation was never queued
             own.discard(part)
             if not len(own):  # the number of tenants is unbounded
-                del self._own[account]
-        if not self.bytes_of[tenant]:
-            del self.bytes_of[tenant]
-        if not self.owned[account]:
-            del self.owned[account]
-        if part.base is not None:
-            part.base.bears(self.name, -1)
-            self.offer(part.base)
+                del self._own[home.account]
+        for table, name in ((self.bytes_of, home.tenant), (self.owned, home.account)):
+            if not table[name]:
+                del table[name]
+        if base is not None:
+            base.on[self.name] -= 1
+            base.node.used = max(base.node.used, part.node.used)
+            self.offer(base)
 
     def _count(self, part: Part, sign: int) -> None:
         nbytes = sign * part.nbytes
@@ -73,31 +72,27 @@ class Tier:
 
     def may_go(self, part: Part) -> bool:
         """Whether nothing holds it and nothing in this tier depends on it."""
-        return part.tier == self.name and not part.node.holds and not part.bears(self.name)
+        return part.tier == self.name and not part.node.holds and not part.on[self.name]
 
     def offer(self, part: Part) -> None:
-        """Queue a part for eviction if it is evictable."""
+        """Queue a part if it can go."""
         if self.may_go(part):
             self._all.add(part)
-            account = part.node.home.account
-            if account not in self._own:
-                self._own[account] = EvictionQueue(lambda part: _order(part, 1))
-            self._own[account].add(part)
+            self._own.setdefault(part.node.home.account, EvictionQueue(_order)).add(part)
 
     def waits(self, part: Part) -> bool:
-        """Whether it is in the eviction queue."""
+        """Whether it is queued."""
         own = self._own.get(part.node.home.account)
         return part in self._all and own is not None and part in own
 
     def least(self, account: str | None = None) -> Part | None:
-        """Take the least useful evictable part from the queue, of all or of one account."""
+        """Take the part that goes next from the queue, of all or of one account."""
         queue = self._all if account is None else self._own.get(account)
         return queue.pop(self.may_go) if queue is not None else None
 
 
-def _order(part: Part, whose: int) -> Order:
-    node = part.node
-    return usefulness(node.floors[whose], node.uses, node.cost, part.nbytes), node.used
+def _order(part: Part) -> tuple[float, int]:
+    return 0.0, part.node.used
 
 
 @torch.inference_mode()

@@ -1,71 +1,283 @@
-"""The tree of all snapshots of one model, keyed by path; one root for each namespace.
+"""The tree of all that one model remembers: a radix tree of paths, one root for each namespace.
 
-A node is the stretch between two snapshots. It may hold the rows of that stretch (keys, values)
-and the fixed-size states at its end; the two are evicted separately. A node without content remains
-for a while, so that a report can say `evicted` instead of `new`. The node at the end of a whole
-prompt also holds its last logits.
-
-`match` creates, drops and copies no snapshot. `hold` keeps a path alive, `load` moves it to the
-device, `insert` adds snapshots. `residency.py` decides what is kept in which tier; `invariants.py`
-checks it.
+`match` and `known` look: they compute, copy and drop nothing, and note entries of a store without
+reading them. `hold` keeps a match alive, `load` moves it to the device, `insert` adds what was
+computed after it. `residency.py` decides what is kept in which tier; `invariants.py` checks it.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+
 import torch
 
+from keepsight.kinds import Record
 from keepsight.prefix import archive
-from keepsight.prefix.node import DEVICE, HOST, LOGITS, Node, Part, Tensors
-from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.search import Search
+from keepsight.prefix.match import Known, Match
+from keepsight.prefix.node import DEVICE, HOST, LOGITS, Node, Stored, Tensors, cut, fixed_of
+from keepsight.prefix.prompt import Prompt, Rule
+from keepsight.prefix.residency import Residency
+
+_LATEST = 4  # other namespaces that are asked for a reason
 
 
-class Tree(Search):
-    """All namespaces of one model, with one budget of bytes per tier of memory."""
+class Tree(Residency):
+    """All namespaces of one model: lookups in them, and what is added to them."""
 
-    # -- loading ---------------------------------------------------------------------------------
+    # -- what is usable ----------------------------------------------------------------------------
+
+    def match(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+        """The longest remembered prefix, to its last token; with states, to the last of them."""
+        self.expire()
+        root = self.root(namespace)
+        path = self._usable_path(root, prompt, rule)
+        node, length = path[-1] if path else (root, 0)
+        if length == len(prompt) == node.end and self._has_end(node, prompt):
+            return Match(node, length, self._farthest(node, prompt), self.tick, True, rule.states)
+        first, last = prompt.first_cut(rule), len(prompt) - 1
+        for node, until in reversed(path):
+            if rule.states:
+                usable = until == node.end <= last and self._has_end(node, None)
+            else:
+                until = prompt.before_medium(min(until, last), rule)
+                usable = until > node.start
+            if usable and until >= first:
+                tier = self._farthest(node, None)
+                return Match(node, until, tier, self.tick, False, rule.states)
+        return Match(root, since=self.tick, states=rule.states)
+
+    def _usable_path(self, root: Node, prompt: Prompt, rule: Rule) -> list[tuple[Node, int]]:
+        """The edges whose rows are available along a prompt, each with how far it agrees."""
+        node, usable = root, list[tuple[Node, int]]()
+        steps = self._path(root, prompt)
+        while True:
+            part = None
+            for child, until in steps:
+                if child.leased and not self._stored(child):
+                    self.forget(child, fit=False)  # it has expired; the match is not held yet
+                    break
+                if not (child.rows.tier or child.entry):
+                    break
+                usable.append((child, until))
+                if until < child.end:
+                    part = child
+                    break
+                node = child
+            until = usable[-1][1] if usable else 0
+            if until == len(prompt) or not self._find_more(node, part, until, prompt, rule):
+                return usable
+            if part is not None:
+                usable.pop()
+            steps = self._walk(node, prompt)
+
+    def _path(self, root: Node, prompt: Prompt) -> list[tuple[Node, int]]:
+        """All edges along a prompt; the latest is asked for again at once."""
+        its, of, changes, path = self._walked
+        if its is not root or of is not prompt or changes != self.changes:
+            path = self._walk(root, prompt)
+            self._walked = root, prompt, self.changes, path
+        return path
+
+    def _walk(self, node: Node, prompt: Prompt) -> list[tuple[Node, int]]:
+        """The edges along a prompt from a node on, each with how far it agrees."""
+        path, length = list[tuple[Node, int]](), len(prompt)
+        while node.end < length:
+            child = node.children.get(self.key(node, prompt))
+            if child is None:
+                break
+            until = child.start + child.shared(prompt)
+            path.append((child, until))
+            if until < child.end:
+                break
+            node = child
+        return path
+
+    def _find_more(
+        self, node: Node, child: Node | None, until: int, prompt: Prompt, rule: Rule
+    ) -> bool:
+        """Add what a store has of this prompt beyond `until`; whether that is more than before. It
+        may go on from the node, or from inside the edge that is shared in part."""
+        store, found = node.home.store, False
+        if store is None:
+            return False
+        for one, at in ((node, node.end), (child, until)):
+            if one is None or one.entry is None or one.entry.end < at:
+                continue
+            found |= self._list(one, one.entry)
+            for end in {next(prompt.ends(rule, at), len(prompt)), len(prompt)}:
+                if end <= until:
+                    continue
+                name = prompt.segment_digest(one.entry.name, at, end)
+                if store.has(archive.SNAPSHOT, name):
+                    known = Stored(name, at, end)
+                    found |= self._adopt(one, known, prompt) is not None
+        return found
+
+    def _list(self, node: Node, entry: Stored) -> bool:
+        """Add, once, what a store has that goes on from an entry; whether there is anything."""
+        store, found = node.home.store, False
+        if entry.listed or store is None:
+            return False
+        entry.listed = True
+        upon, todo = archive.below(store, node, entry), [(node, entry)]
+        while todo:
+            base, its = todo.pop()
+            for name, record in upon.pop(its.name, ()):
+                new = self._adopt_described(base, its, name, record)
+                if new is not None and new.entry is not None:
+                    found, new.entry.listed = True, name in upon
+                    todo.append((new, new.entry))
+        return found
+
+    def _adopt_described(self, base: Node, its: Stored, name: str, record: Record) -> Node | None:
+        path = archive.described(name, record)
+        if path is None or record["parent"] != its.name:
+            return None
+        start = int(record["start"])
+        inside = its.start < start <= its.end if base.parent is not None else start == 0
+        return self._adopt(base, Stored(name, start, len(path)), path) if inside else None
+
+    def _adopt(self, base: Node, new: Stored, prompt: Prompt) -> Node | None:
+        """A node for an entry that goes on from inside the entry of another; None if all of it was
+        known."""
+        while base.parent is not None and base.start >= new.start:
+            base = base.parent
+        if base.end < new.start:
+            return None
+        node, adopted = self.split(base, new.start), False
+        while node.end < new.end:
+            node = self.edge(node, prompt, new.end)
+            if node.entry is None and not node.unreadable:
+                node.entry, adopted = new, True
+                node.leased = self.ttl is not None and not node.rows.tier
+            self._note(node)
+        return node if adopted else None
+
+    def _has_end(self, node: Node, whole: Prompt | None) -> bool:
+        """Whether what is needed at the end of a node is available: states if the model has them,
+        and the logits of a whole prompt."""
+        entry, store = node.own_entry, node.home.store
+        states = not self.has_fixed or fixed_of(node.state) is not None
+        logits = whole is None or LOGITS in (node.state.tensors or {})
+        if states and logits:
+            return True
+        if entry is None or store is None:
+            return False
+        states = states or store.has(archive.STATE, entry.name)
+        return states and (logits or store.has(archive.STATE, entry.ending))
+
+    def _farthest(self, node: Node, whole: Prompt | None) -> str:
+        """The farthest tier needed. No part is in a nearer tier than what it depends on."""
+        needed = [node.rows.tier]
+        if self.has_fixed:
+            needed.append(node.state.tier if fixed_of(node.state) else "")
+        if whole is not None:
+            needed.append(node.state.tier if LOGITS in (node.state.tensors or {}) else "")
+        if all(needed):
+            return HOST if HOST in needed else DEVICE
+        store, entry = node.home.store, node.entry
+        told = store.tier(archive.SNAPSHOT, entry.name) if store and entry else None
+        return told or "disk"
+
+    def _stored(self, node: Node) -> bool:
+        return node.home.store is not None and archive.is_there(node.home.store, node)
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def known(self, namespace: str, prompt: Prompt) -> Known:
+        """How far the prompt agrees with anything ever seen; gives the report its reasons."""
+        self.expire()
+        root = self.roots.get(namespace)
+        return Known(0, False) if root is None else self._known_from(root, prompt)
+
+    def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str]:
+        """How far other namespaces of the same tenant know the prompt, and which one does. Only the
+        latest are asked: training makes a new one with every step."""
+        home = self.root(namespace).home
+        others = [r for r in self.roots.values() if r.home is not home and r.children]
+        others = [root for root in others if root.home.tenant == home.tenant]
+        latest = heapq.nlargest(_LATEST, others, key=lambda root: root.home.used)
+        known = ((self._known_from(root, prompt).until, root.home.name) for root in latest)
+        return max(known, default=(0, ""), key=lambda one: one[0])
+
+    def _known_from(self, root: Node, prompt: Prompt) -> Known:
+        if self.reuse == "prefix" or not len(prompt):
+            return self._known_along(root, self._path(root, prompt), prompt)
+        key = prompt.key(0)  # what follows differs by all that changes it
+        found = [self._known_along(root, [], prompt)]
+        for its, child in root.children.items():
+            if its[: len(key)] == key:
+                until = child.shared(prompt)
+                rest = self._walk(child, prompt) if until == child.end else []
+                found.append(self._known_along(root, [(child, until), *rest], prompt))
+        return max(found, key=lambda one: one.until)
+
+    def _known_along(self, root: Node, path: list[tuple[Node, int]], prompt: Prompt) -> Known:
+        evicted = next((n.start for n, until in path if self._is_evicted(n)), None)
+        node, until = path[-1] if path else (root, 0)
+        on = [node] if until < node.end else node.children.values()
+        diverged = bool(on) and until < len(prompt)
+        return Known(until, diverged, evicted, diverged and _made_elsewhere(on, prompt, until))
+
+    def _is_evicted(self, node: Node) -> bool:
+        """Whether something of it existed once and is in no tier now, including the store."""
+        rows, state = node.rows, node.state
+        lost = (rows.was_here and not rows.tier) or (state.was_here and not state.tier)
+        return lost and not self._stored(node)
+
+    # -- loading and remembering -------------------------------------------------------------------
 
     def load(self, node: Node, prompt: Prompt) -> bool:
         """Move a held path to the device, from the host or the store. False if an entry is damaged
         or does not match its name."""
-        chain = node.chain()
-        parts = [*(n.rows for n in chain), *self._needs(node)]
-        if all(part.tier == DEVICE for part in parts):
-            return True
-        for part in parts:
+        chain, store = node.chain(), node.home.store
+        for part in [*(n.rows for n in chain), node.state]:
             self.promote(part)
-        for n, found in archive.fetched(node.home.store, chain):
-            needs = self._needs(n) if n is node else [n.rows]
-            if not all(part.tier for part in needs) and not self._read(n, needs, found):
-                n.on_disk, n.unreadable = False, True
-                return False
+        missing = [n for n in chain if not n.rows.tier]
+        for n, rows in archive.rows_of(store, missing) if store is not None else ():
+            received = None if rows is None else self.receive(rows, None)
+            if received is None:
+                return self._cannot_read(n, rows)
+            self.place(n.rows, received[0])
+        if not all(n.rows.tier for n in chain) or not self._load_end(node, prompt):
+            return False
         self.fit()
         return True
 
-    def _read(self, node: Node, needs: list[Part], found: archive.StoredEntry | None) -> bool:
-        """Read the missing parts of a node from the store; all or nothing."""
-        store = node.home.store
-        if store is None:
-            return False
-        rows = archive.rows_in(store, node, found) if not node.rows.tier else node.rows.tensors
-        state = node.state.tensors if node.state in needs else None
-        if state is None and node.state in needs:
-            state = archive.read_state(store, node)
-        if rows is None or (state is None and node.state in needs):
-            return False
-        received = self.receive(rows, state)
+    def _load_end(self, node: Node, prompt: Prompt) -> bool:
+        """Read what is missing at the end of a path; logits only for a whole prompt."""
+        have, entry, store = node.state.tensors or {}, node.own_entry, node.home.store
+        fixed, rows = fixed_of(node.state), node.rows.tensors
+        wants_state = self.has_fixed and node.parent is not None and fixed is None
+        wants_logits = node.end == len(prompt) and LOGITS not in have
+        if not (wants_state or wants_logits):
+            return True
+        if entry is None or store is None or rows is None:
+            return not wants_state
+        if wants_state:
+            fixed = archive.read_end(store, node, entry.name)
+            if fixed is None:
+                return self._cannot_read(node, None)
+        logits = archive.read_end(store, node, entry.ending) if wants_logits else None
+        received = self.receive({**rows, **(logits or {})}, fixed)
         if received is None:
-            wrong = archive.STATE if node.rows.tier else archive.SNAPSHOT
-            store.reject(wrong, node.digest, "its tensors do not have this model's shape")
-            return False
-        if not node.cost and self.measured[1]:
-            node.cost = len(node.ids) * self.measured[0] / self.measured[1]
-        for part, tensors in zip((node.rows, node.state), received, strict=True):
-            if not part.tier and tensors is not None:
-                self.place(part, tensors)
+            return self._cannot_read(node, fixed)
+        end = {**have, **(received[1] or {})}
+        if LOGITS in received[0]:
+            end[LOGITS] = received[0][LOGITS]
+        if end:
+            self.place(node.state, end)
         return True
 
-    # -- remembering -----------------------------------------------------------------------------
+    def _cannot_read(self, node: Node, read: Tensors | None) -> bool:
+        """Note that a node has no entry that can be used; False."""
+        if read is not None and node.entry is not None and node.home.store is not None:
+            kind = archive.STATE if node.rows.tier else archive.SNAPSHOT
+            why = "its tensors do not have this model's shape"
+            node.home.store.reject(kind, node.entry.name, why)
+        node.entry, node.unreadable = None, True
+        return False
 
     def insert(
         self,
@@ -78,34 +290,36 @@ class Tree(Search):
         cost: float = 0.0,
         since: int | None = None,
     ) -> Node:
-        """Remember a snapshot after `parent`, filling an existing node. The node is returned held.
+        """Remember what follows `parent`, up to `end`. The node is returned held.
 
         `cost` is the milliseconds of its computation. `since` is when the prompt was matched: what
         was forgotten later is returned `gone`, held but not remembered.
         """
-        kind = "segment" if logits is None else "terminal"
-        digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
         for n in parent.chain() if parent.rows.tier == HOST else ():
             self.promote(n.rows)
-        node = parent.children.get(digest)
         nowhere = parent.parent is not None and parent.rows.tier != DEVICE
         late = since is not None and self._barred(parent, prompt, parent.end, end, since)
-        gone = parent.gone or nowhere or late  # even if a later turn made the same node again
-        if node is None or gone:
-            node = self._new_node(parent, prompt, end, digest, kind, gone)
-        self._hold(node)
-        node.uses += 1
-        if node.gone:
-            return node
-        if cost:
-            node.cost = cost
-            self.measured = (self.measured[0] + cost, self.measured[1] + len(node.ids))
-        if node.rows.tier != DEVICE:
-            self.place(node.rows, kv if logits is None else {**kv, LOGITS: logits})
-        if self.has_fixed and fixed is not None and node.state.tier != DEVICE:
-            self.place(node.state, fixed)
-        if node.home.store is not None and not node.on_disk:
-            archive.write(node.home.store, node, self.ttl)
+        if parent.gone or nowhere or late:  # even if a later turn made the same node again
+            node = Node(parent, parent.end, prompt.ids[parent.end : end].copy())
+            node.gone = True
+            self.detached.add(node)
+            return self.hold_node(node)
+        node, begin = parent, parent.end
+        while node.end < end:
+            node = self.edge(node, prompt, end)
+            if node.rows.tier != DEVICE:
+                self.place(node.rows, cut(kv, node.start - begin, node.end - begin, end - begin))
+        self.hold_node(node)
+        have = node.state.tensors or {}
+        self.promote(node.state)
+        new = {LOGITS: logits} if logits is not None and LOGITS not in have else {}
+        if self.has_fixed and fixed and fixed_of(node.state) is None:
+            new |= fixed
+        if new:
+            self.place(node.state, {**(node.state.tensors or {}), **new})
+        store = node.home.store
+        if store is not None and (new or not archive.is_there(store, node)):
+            archive.write(store, node, self.ttl, cost)
         self.fit()
         return node
 
@@ -125,3 +339,15 @@ class Tree(Search):
         return bool(node.home.barred) and any(
             self.is_barred(node, span.key, since) for span in prompt.clip(start, end)
         )
+
+
+def _made_elsewhere(nodes: Iterable[Node], prompt: Prompt, until: int) -> bool:
+    """Whether the paths differ only because the same image was encoded in another way."""
+    here = next(iter(prompt.clip(until, until + 1)), None)
+    if here is None:
+        return False
+    for node in nodes:
+        there = next((s for s in node.spans if s.start <= until < s.end), None)
+        if there is not None and there.identity == here.identity:
+            return there.feature_id != here.feature_id
+    return False

@@ -26,8 +26,9 @@ from keepsight.media import pictures
 from keepsight.media.clips import open_clip
 from keepsight.media.medium import MEDIA, Medium
 from keepsight.media.sources import Source, open_source
+from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
-from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.prompt import Prompt, shift
 from keepsight.prefix.tree import Tree
 
 if TYPE_CHECKING:
@@ -166,8 +167,7 @@ def _snapshots(session: Session, namespace: str, tensors: dict[str, torch.Tensor
     """The snapshots of the history as it will be rendered next time."""
     memory = session.runtime
     prompt = session.prompt()
-    node = memory.tree.match(namespace, prompt, memory.rule).base
-    memory.tree.hold(node)
+    node = memory.tree.hold(memory.tree.match(namespace, prompt, memory.rule))
     try:
         if not memory.tree.load(node, prompt):
             return []
@@ -193,7 +193,7 @@ def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> Reco
     tensors |= {f"{name}/kv/{k}": t for k, t in (node.kv or {}).items()}
     tensors |= {f"{name}/fixed/{k}": t for k, t in (node.fixed or {}).items()}
     tensors[f"{name}/ids"] = torch.from_numpy(node.ids)
-    spans = [span.plain()[:4] for span in node.spans]
+    spans = [span.plain()[:4] for span in shift(node.spans, -node.start)]
     return {"start": node.start, "end": node.end, "spans": spans, "fixed": node.fixed is not None}
 
 
@@ -243,8 +243,7 @@ def _put_back(
     """Put snapshots into the tree, after comparing each with the history it claims to hold."""
     tree: Tree = session.runtime.tree
     prompt = session.prompt()
-    node = tree.root(namespace)
-    tree.hold(node)
+    node = tree.hold(Match(tree.root(namespace)))
     try:
         for number, entry in enumerate(snapshots):
             own = _under(tensors, f"snapshot/{number}/")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from keepsight.core.decoding.state import Lane, Shape, first_rows
-from keepsight.prefix.match import Match
+from keepsight.core.decoding.state import Lane, Shape
 from keepsight.prefix.node import Node
 
 MAX_LANES = 4  # idle lanes kept; each saves its conversation a copy of the whole cache
@@ -31,15 +30,14 @@ class Lanes:
 
     def take(self, node: Node) -> Lane:
         """Take the lane that already holds most of the path to `node`."""
-        chain = node.chain()
         best, most = None, 0
         fitting = [lane for lane in self._idle if lane.variant == self.variant]
         for lane in fitting:
-            end = shared(lane, chain)
+            end = shared(lane, node)
             if end > most:
                 best, most = lane, end
         # A lane with much of another conversation after the shared part is left to that one.
-        crowded = best is not None and most * 2 < _marked(best)
+        crowded = best is not None and best.node is not None and most * 2 < best.node.end
         if (best is None or crowded) and len(self._idle) < MAX_LANES:
             return self.fresh()
         if best is None and not fitting:
@@ -66,33 +64,26 @@ class Lanes:
 
     def clear(self) -> None:
         """Drop all idle lanes."""
-        self._idle.clear()
-        self.nbytes = 0
+        self.forget(True)
+
+    def forget(self, everything: bool) -> None:
+        """Drop the idle lanes that lie on what was forgotten, or all of them."""
+        for lane in list(self._idle):
+            if everything or lane.node is None or lane.node.gone:
+                self._drop(lane)
 
 
-def shared(lane: Lane, chain: list[Node]) -> int:
-    end = 0
-    for (mark, node), wanted in zip(lane.marks, chain, strict=False):
-        if node is not wanted:
-            break
-        end = mark
-    return end
+def shared(lane: Lane, node: Node) -> int:
+    """How many tokens of the path to a node lie on a lane."""
+    mine = set(lane.node.chain()) if lane.node is not None else set()
+    return next((n.end for n in reversed(node.chain()) if n in mine), 0)
 
 
-def _marked(lane: Lane) -> int:
-    return lane.marks[-1][0] if lane.marks else 0
-
-
-def restore(lane: Lane, match: Match, length: int) -> None:
-    """Restore what a match remembers after its first `length` tokens into a lane."""
-    for node in match.node.chain():
-        if node.end <= length:
-            continue
-        rows = node.kv or {}
-        if node.end > match.length:
-            rows = first_rows(rows, match.length - node.start)
-        lane.restore_full(node.start, rows)
-        if node.end <= match.length:
-            lane.marks.append((node.end, node))
-    if match.length:
-        lane.restore_fixed(match.length, match.node.fixed or {})
+def restore(lane: Lane, node: Node, length: int) -> None:
+    """Restore what a loaded path remembers after its first `length` tokens into a lane."""
+    for n in node.chain():
+        if n.end > length:
+            lane.restore_full(n.start, n.kv or {})
+    if node.end:
+        lane.restore_fixed(node.end, node.fixed or {})
+        lane.node = node

@@ -132,7 +132,7 @@ class Lane:
             elif kind == "linear":
                 self.cache.layers[i] = MixerLayer()
         self.length = self._start = 0
-        self.marks: list[tuple[int, Node]] = []  # (end, node): tree nodes that are completely here
+        self.node: Node | None = None  # the deepest one whose path is completely here
         self.busy = False
         self.placed: PromptPositions | None = None  # the last prompt it held, with its positions
 
@@ -245,7 +245,8 @@ class Lane:
         afterwards."""
         for layer in self.full:
             layer.rewind(length)
-        self.marks = [mark for mark in self.marks if mark[0] <= length]
+        while self.node is not None and self.node.end > length:
+            self.node = self.node.parent
         self.length = length
         if length == 0:
             for beside in self.cross:
@@ -282,11 +283,6 @@ def _window(model: PreTrainedModel, index: int, layer: CacheLayer) -> WindowLaye
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     chunked = kinds is not None and kinds[index] == "chunked_attention"
     return WindowLayer(layer.sliding_window, chunked)
-
-
-def first_rows(rows: Tensors, count: int) -> Tensors:
-    """The first rows of a snapshot; tensors outside of the sequence have no rows."""
-    return {n: t if n.startswith("cross.") else t[..., :count, :] for n, t in rows.items()}
 
 
 def layered(rows: Tensors) -> Tensors:
