@@ -5,7 +5,6 @@ Each is put there before the model is wrapped, and changes in itself afterwards.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,14 +204,6 @@ def an_object_for_a_module(model: Any, patch: pytest.MonkeyPatch) -> Callable[[]
             return getattr(torch, name)
 
     fake: Any = Torch()
-    patch.setattr(home, "torch", fake)
-    return lambda: setattr(fake, "cat", lambda x, dim=0: torch.cat(x, dim=dim) * 2)
-
-
-@change
-def a_module_of_the_same_name(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], object]:
-    fake: Any = types.ModuleType("torch")
-    vars(fake).update(vars(torch))
     patch.setattr(home, "torch", fake)
     return lambda: setattr(fake, "cat", lambda x, dim=0: torch.cat(x, dim=dim) * 2)
 

@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from keepsight.core.decoding.lane_layer import JoinedLayer, LaneLayer, RowsLayer
 from keepsight.core.decoding.lane_mixer import JoinedMixer, MixerLayer
 from keepsight.core.decoding.state import Lane, Shape
+from keepsight.core.decoding.steps import Steps
 from keepsight.core.kernels import passes
 from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.passes import Kernels
@@ -59,6 +60,8 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, family: Family, shape: Shape) -> None:
         self._model, self._family, self.shape = model, family, shape
         self._exported = hasattr(model, "exported")
+        self.steps: Steps | None = None  # layers without their modules
+        self._looked = False
         self._joins: bool | None = None  # whether torch's own kernels take sequences end to end
         self._rows: tuple[list[Lane], DynamicCache] | None = None  # of a graph's last pass
         self.passes = 0
@@ -66,6 +69,7 @@ class Decoder:
     def forget(self) -> None:
         """Look at the model again: it changed."""
         self._joins, self._rows = None, None
+        self.steps, self._looked = None, False
 
     def together(self, segments: Sequence[Segment], kernels: Kernels | None) -> bool:
         """Whether these segments can share a pass."""
@@ -95,6 +99,10 @@ class Decoder:
         self, segments: Sequence[Segment], kernels: Kernels | None
     ) -> list[torch.Tensor | None]:
         device, self.passes = self._model.device, self.passes + 1
+        if kernels is not None and kernels.whole_steps:
+            found = self._without_modules(segments, kernels)
+            if found is not None:
+                return found
         in_rows = self._exported and len(segments) > 1
         dim = -2 if in_rows else -1
         ids = [torch.from_numpy(one.ids)[None] for one in segments]
@@ -113,6 +121,22 @@ class Decoder:
         with grouped_queries(device), passes.side_by_side() if plainly else passes.running(kernels):
             found = self._run(segments, inputs, in_rows)
         for one in segments:
+            one.lane.length = one.end
+        return found
+
+    def _without_modules(
+        self, segments: Sequence[Segment], kernels: Kernels
+    ) -> list[torch.Tensor | None] | None:
+        """A pass over a few tokens of text, as one script; None where modules have to run."""
+        if any(one.media or self._own_inputs(one) for one in segments):
+            return None
+        if not self._looked:
+            self.steps, self._looked = Steps.of(self._model), True
+        if self.steps is None:
+            return None
+        with passes.running(kernels):
+            found = self.steps.run(segments, kernels)
+        for one in segments if found is not None else ():
             one.lane.length = one.end
         return found
 

@@ -145,6 +145,15 @@ class LaneLayer(DynamicLayer):
         self.reserved = reserved
         return self.key_buffer, self.value_buffer  # type: ignore[return-value]
 
+    def room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The buffers, with zeros behind space for more tokens; None if nothing is held yet."""
+        if self.key_buffer is None or self.value_buffer is None:
+            return None
+        end = self.length + tokens
+        self._ensure(end, self.key_buffer, self.value_buffer)
+        self._clear_behind(end)
+        return self.key_buffer, self.value_buffer
+
     def advance(self, tokens: int) -> None:
         """Count tokens that were written behind the end."""
         self._view(self.length + tokens)

@@ -353,6 +353,28 @@ class LaneAttention:
         return torch.cat(rows, dim=2)
 
 
+def read_at_once(
+    query_rows: QueryRows, heads: Heads, count: int, length: int
+) -> tuple[int, torch.Tensor] | None:
+    """Of the last `count` tokens of a lane of `length`: how many keys they read, and the mask of
+    their filled rows; None if more than one call is needed."""
+    filling, (queries, keys, _, dtype) = query_rows.of(heads), heads
+    if filling is None:
+        return None
+    pieces = _cut((None, False, count, length), queries // keys, dtype, filling.step)
+    mask = pieces[0].mask
+    if len(pieces) > 1 or (filling.apart and mask.shape[-2] != filling.step):
+        return None
+    return pieces[0].keys.stop, mask
+
+
+def attend_plainly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Torch's own kernel, for scripts."""
+    return _plain(query, key, value, mask, 0.0, False, scale=scale)
+
+
 def seen_by_the_last(layer: LaneBuffers, length: int, count: int) -> torch.Tensor:
     """Which keys of a lane its last tokens see."""
     places, own = torch.arange(length), torch.arange(length - count, length)[:, None]

@@ -12,6 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +34,17 @@ _begun: set[type] = set()
 
 def begin(model: torch.nn.Module) -> None:
     """Wrap the code of such layers: once per class, before it is first inspected."""
-    for kind in {type(module) for module in model.modules() if _is_llamas(module)} - _begun:
+    for kind in {type(module) for module in model.modules() if is_llamas(module)} - _begun:
         _begun.add(kind)
         kind.forward = _put_before(kind.forward)  # type: ignore[attr-defined]
 
 
 def are_in(model: torch.nn.Module) -> bool:
     """Whether a model has such layers."""
-    return any(_is_llamas(module) for module in model.modules())
+    return any(is_llamas(module) for module in model.modules())
 
 
-def _is_llamas(layer: torch.nn.Module) -> bool:
+def is_llamas(layer: torch.nn.Module) -> bool:
     """Whether a layer has these parts and no others."""
     if layer._modules.keys() != _LAYER:
         return False
@@ -66,7 +67,7 @@ def _is_llamas(layer: torch.nn.Module) -> bool:
     )
 
 
-class _Parts:
+class Parts:
     """The parts of one layer, looked at once; each pass makes sure that they are still there and
     that nobody listens at them."""
 
@@ -77,24 +78,49 @@ class _Parts:
             for name, part in home._modules.items()
             if part is not None
         ]
-        self.attention, self.width = layer.self_attn, layer.self_attn.head_dim
+        self._modules = [part for _, _, part in self._inside]
+        self.layer, self.attention, self.width = layer, layer.self_attn, layer.self_attn.head_dim
         self.qkv = [self.attention._modules[name] for name in _ATTENTION[:3]]
         self.both, self.down = [layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]
         self.first, self.second = layer.input_layernorm, layer.post_attention_layernorm
         self.norms = [self.attention._modules[n] for n in _NORMS if n in self.attention._modules]
         self.queries, self.keys = (one.out_features // self.width for one in self.qkv[:2])
+        self.dtype = self.qkv[0].weight.dtype
+        self.products = self.qkv, [self.attention.o_proj], self.both, self.down
+        self._with_weights = [*chain(*self.products), self.first, self.second, *self.norms]
+
+    def weights(self) -> list[torch.Tensor | None]:
+        """Those of its products and norms, with biases."""
+        names = ("weight", "bias")
+        return [one._parameters.get(name) for one in self._with_weights for name in names]
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Heads of queries and of keys, their width, the gated layer's, and what norms add."""
+        norms = [one.variance_epsilon for one in (self.first, self.second, *self.norms)]
+        return self.queries, self.keys, self.width, self.both[0].out_features, *norms
 
     def stand(self) -> bool:
         """Whether nothing was exchanged, and no part has a hook or a replaced method."""
-        return not hooks_on_all() and all(
-            home.get(name) is part
-            and not (part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
-            for home, name, part in self._inside
-        )
+        for home, name, part in self._inside:
+            if home.get(name) is not part:
+                return False
+        return is_quiet(self._modules)
+
+
+def is_quiet(modules: Sequence[torch.nn.Module]) -> bool:
+    """Whether none of these modules has a hook or a replaced method."""
+    if hooks_on_all():
+        return False
+    for one in modules:
+        held = one.__dict__
+        if held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
+            return False
+    return True
 
 
 def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    known: weakref.WeakKeyDictionary[torch.nn.Module, _Parts] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[torch.nn.Module, Parts] = weakref.WeakKeyDictionary()
 
     @functools.wraps(stock)
     def forward(
@@ -106,9 +132,9 @@ def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
             return stock(self, hidden_states, *given, **named)
         parts = known.get(self)
         if parts is None or not parts.stand():
-            if not _is_llamas(self):
+            if not is_llamas(self):
                 return stock(self, hidden_states, **named)
-            parts = known[self] = _Parts(self)
+            parts = known[self] = Parts(self)
         cache = next((named[name] for name in (NEW, OLD) if named.get(name) is not None), None)
         room = None if cache is None else cache.layers[parts.attention.layer_idx]
         fits = hasattr(room, "edges") and turns[0].shape[-1] == parts.width
@@ -121,20 +147,21 @@ def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _layer(
-    parts: _Parts, rows: torch.Tensor, turns: Sequence[torch.Tensor], room: Layer, linears: Linears
+    parts: Parts, rows: torch.Tensor, turns: Sequence[torch.Tensor], room: Layer, linears: Linears
 ) -> torch.Tensor:
-    work, count = _work(), len(rows)
-    normed = work.norm(rows, parts.first.weight, parts.first.variance_epsilon)
+    work, count = _scripts(), len(rows)
+    size = size_of(rows.shape[1], parts.first.variance_epsilon)
+    normed = work.norm(rows, parts.first.weight, size)
     joined = _product(linears, parts.qkv, normed)
     weights = [norm.weight for norm in parts.norms]
-    epsilon = parts.norms[0].variance_epsilon if weights else 0.0
+    of_heads = size_of(parts.width, parts.norms[0].variance_epsilon) if weights else []
     sizes = [parts.queries, parts.keys, parts.width]
-    query, key, value = work.heads(joined, sizes, weights, epsilon, turns[0], turns[1])
+    query, key, value = work.heads(joined, sizes, weights, of_heads, turns[0], turns[1])
     key, value = room.update(key, value)
     found = passes.attend(query, key, value, parts.attention.scaling)
     seen = _product(linears, [parts.attention.o_proj], found[0].transpose(0, 1).reshape(count, -1))
-    second = parts.second.weight, parts.second.variance_epsilon
-    rows, normed = work.add_and_norm(rows, seen, *second)
+    size = size_of(rows.shape[1], parts.second.variance_epsilon)
+    rows, normed = work.add_and_norm(rows, seen, parts.second.weight, size)
     both = _product(linears, parts.both, normed)
     gate, up = both.split(parts.both[0].out_features, dim=-1)
     if fills_vectors(gate.numel()):
@@ -148,55 +175,55 @@ def _layer(
 # -- what lies between the products, without Python between its operations -------------------------
 
 
-def _norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As the root mean square norm of these models."""
+@functools.cache
+def size_of(width: int, epsilon: float) -> list[torch.Tensor]:
+    """The two numbers of a norm, once made into tensors."""
+    return [torch.tensor(float(width)), torch.tensor(epsilon)]
+
+
+def norm(rows: torch.Tensor, weight: torch.Tensor, size: list[torch.Tensor]) -> torch.Tensor:
+    """As the root mean square norm of these models; `size` is the width and what is added."""
     wide = rows.to(torch.float32)
-    mean = wide.pow(2).mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(mean + epsilon)
+    mean = wide.pow(2).sum(-1, keepdim=True) / size[0]
+    wide = wide * torch.rsqrt(mean + size[1])
     return weight * wide.to(rows.dtype)
 
 
-def _add_and_norm(
-    rows: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, epsilon: float
+def add_and_norm(
+    rows: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, size: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = rows + more
-    wide = rows.to(torch.float32)
-    mean = wide.pow(2).mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(mean + epsilon)
-    return rows, weight * wide.to(rows.dtype)
+    return rows, norm(rows, weight, size)
 
 
-def _heads(
+def turn_heads(
     joined: torch.Tensor,
     sizes: list[int],
     weights: list[torch.Tensor],
-    epsilon: float,
+    size: list[torch.Tensor],
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values: normed where the layer does so, and turned to their positions."""
     queries, keys, width = sizes[0], sizes[1], sizes[2]
     heads = joined.view(joined.shape[0], -1, width)
-    turned = heads[:, : queries + keys]
+    turned = heads.narrow(1, 0, queries + keys)
     if len(weights) > 0:  # of both at once: each head has the weight of its norm
         each = torch.cat([weights[0].expand(queries, -1), weights[1].expand(keys, -1)])
-        wide = turned.to(torch.float32)
-        mean = wide.pow(2).mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(mean + epsilon)
-        turned = each * wide.to(joined.dtype)
+        turned = norm(turned, each, size)
     half = width // 2
-    other = torch.cat((-turned[:, :, half:], turned[:, :, :half]), dim=-1)
+    other = torch.cat((-turned.narrow(2, half, half), turned.narrow(2, 0, half)), dim=-1)
     turned = (turned * cos[0].unsqueeze(1)) + (other * sin[0].unsqueeze(1))
     turned = turned.transpose(0, 1).unsqueeze(0)
-    values = heads[:, queries + keys :].transpose(0, 1).unsqueeze(0)
-    return turned[:, :queries], turned[:, queries:], values
+    values = heads.narrow(1, queries + keys, keys).transpose(0, 1).unsqueeze(0)
+    return turned.narrow(1, 0, queries), turned.narrow(1, queries, keys), values
 
 
 def _gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.contiguous()) * up
 
 
-class _Work(NamedTuple):
+class Scripts(NamedTuple):
     norm: Callable[..., torch.Tensor]
     add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -204,13 +231,13 @@ class _Work(NamedTuple):
 
 
 @functools.cache
-def _work() -> _Work:
+def _scripts() -> Scripts:
     """These functions as scripts. Torch would rather have them compiled, which fuses, and changes
     bits."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = [torch.jit.script(one) for one in (_norm, _add_and_norm, _heads, _gate)]
-    return _Work(*made)
+        made = [torch.jit.script(one) for one in (norm, add_and_norm, turn_heads, _gate)]
+    return Scripts(*made)
 
 
 def _product(

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import List, Optional, Tuple  # noqa: UP035 (scripts know these names)
 
 import torch
 from torch.nn import functional
@@ -31,6 +32,12 @@ _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 _HOOKS_ON_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 PLAIN, MKL, ONEDNN = "", "mkl", "onednn"  # weights unchanged, and packed for a kernel
 Shape = tuple[int, int, torch.dtype, bool, str]  # out, in, dtype, with a bias, kernel
+_KERNELS = (PLAIN, MKL, ONEDNN)
+# For a script: weights that are read with the same rows, for MKL tensors of their sizes, biases,
+# rows of a call, and the number of the kernel.
+Read = Tuple[  # noqa: UP006
+    List[torch.Tensor], List[torch.Tensor], List[Optional[torch.Tensor]], List[int], int  # noqa: UP006, UP045
+]
 OfRows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -98,7 +105,7 @@ class Linears:
         self.doubts: list[str] = []
         self.few = 1  # calls of packed layers with fewer rows take longer
         self.is_watched = False  # whether to check that inputs stay unchanged
-        self._packed = packed
+        self.packed = packed
         self._held: _NotCalledYet | None = None
         self._rules: weakref.WeakKeyDictionary[Packed, Rows] = weakref.WeakKeyDictionary()
 
@@ -106,7 +113,7 @@ class Linears:
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """`functional.linear` with bits that do not depend on the number of rows."""
-        known = self._packed().get(id(weight))
+        known = self.packed().get(id(weight))
         if known is None or not known.has(weight, bias):
             return self._run(None, input, weight, bias)
         if len(known.layers) == 1:
@@ -160,7 +167,7 @@ class Linears:
 
     def joined(self, layers: Sequence[torch.nn.Linear], rows: torch.Tensor) -> torch.Tensor | None:
         """The results of layers that read the same rows, side by side, if they are packed so."""
-        known = self._packed().get(id(layers[0].weight))
+        known = self.packed().get(id(layers[0].weight))
         if known is None or len(known.weights) != len(layers) or rows.dtype != known.dtype:
             return None
         if known.weights[-1] is not layers[-1].weight:
@@ -173,6 +180,28 @@ class Linears:
             rule = self._rules[known] = found
         bias = known.bias
         return rule.run(lambda some: known.run(some, bias), rows.contiguous(), self.few)
+
+    def read(self, layers: Sequence[torch.nn.Linear], count: int) -> Read | None:
+        """How a script computes layers that read the same `count` rows; None if it cannot."""
+        known = self.packed().get(id(layers[0].weight))
+        if known is not None and len(known.weights) == len(layers):
+            rule = self._rule(known.shape)
+            if rule is None or count > rule.most or known.weights[-1] is not layers[-1].weight:
+                return None
+            rows, kernel = rule.fill(max(count, self.few)), _KERNELS.index(known.kernel)
+            return [known.tensor], [known.sized], [known.bias], [rows], kernel
+        weights: list[torch.Tensor] = [one.weight for one in layers]
+        biases: list[torch.Tensor | None] = [one.bias for one in layers]
+        if any(id(weight) in self.packed() for weight in weights):
+            return None
+        rules = [
+            self._rule((len(w), w.shape[1], w.dtype, b is not None, PLAIN))
+            for w, b in zip(weights, biases, strict=True)
+        ]
+        if any(rule is None or count > rule.most for rule in rules):
+            return None
+        filled = [rule.fill(count) for rule in rules if rule is not None]
+        return weights, weights, biases, filled, 0
 
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
         """`functional.grouped_mm`: rows sorted by expert, each group times its own weights; zeros
@@ -285,17 +314,51 @@ class Packed:
     def run(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Run the linear layers."""
         found: torch.Tensor
-        if self.kernel == MKL:  # without the row count it would use the plain weight
-            found = torch.ops.mkl._mkl_linear(rows, self.tensor, self._sized, bias, len(rows))
-        else:
-            found = torch.ops.mkldnn._linear_pointwise(rows, self.tensor, bias, "none", [], "")
+        product = mkl_product if self.kernel == MKL else onednn_product
+        found = product(rows, self.tensor, self.sized, bias)
         return found
 
     @functools.cached_property
-    def _sized(self) -> torch.Tensor:
+    def sized(self) -> torch.Tensor:
         """An empty weight of the total size; the kernel reads only its size."""
         weight = self.weights[0]
         return weight.new_full((1, 1), torch.nan).expand(self.out, weight.shape[1])
+
+
+def plain_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    sized: torch.Tensor,
+    bias: Optional[torch.Tensor],  # noqa: UP045
+) -> torch.Tensor:
+    """A linear layer."""
+    return _plain(rows, weight, bias)
+
+
+def _by_mkl(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    sized: torch.Tensor,
+    bias: Optional[torch.Tensor],  # noqa: UP045
+) -> torch.Tensor:
+    # Without the row count it would use the plain weight.
+    found: torch.Tensor = torch.ops.mkl._mkl_linear(rows, weight, sized, bias, rows.shape[0])
+    return found
+
+
+def _by_onednn(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    sized: torch.Tensor,
+    bias: Optional[torch.Tensor],  # noqa: UP045
+) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return found
+
+
+# Scripts cannot name what this torch was built without.
+mkl_product = _by_mkl if hasattr(torch.ops.mkl, "_mkl_linear") else plain_product
+onednn_product = _by_onednn if hasattr(torch.ops.mkldnn, "_linear_pointwise") else plain_product
 
 
 def hooks_on_all() -> bool:

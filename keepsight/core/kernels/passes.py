@@ -43,6 +43,7 @@ class Kernels:
     doubts: list[str] = field(default_factory=list)  # what was met without a trial
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     whole_layers: bool = False  # layers run without their modules: shown to give equal bits
+    whole_steps: bool = False  # and so do a few tokens of text through all of them
     in_graphs: bool = False  # of another runtime: torch functions stay
     ready: Callable[[], None] = _no_preparation  # called before each pass
 

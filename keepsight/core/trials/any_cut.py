@@ -274,6 +274,7 @@ class AnyCut:
         kernels.whole_layers = layers.are_in(self._model)
         if kernels.whole_layers:
             kernels.whole_layers = equal(wanted, self._states(kernels, ids, ()))
+        kernels.whole_steps = kernels.whole_layers and self._steps_are_equal(kernels, ids, wanted)
         if why := self._mixers_fail(kernels):
             return why
         if why := self._unlike_stock(wanted[-1].float(), ids):
@@ -322,6 +323,14 @@ class AnyCut:
         for start, stop in pairwise([0, *cuts, len(ids)]):
             logits = run.go_on(stop - start)
         return [*states_of(run.lane), logits[-1:]]
+
+    def _steps_are_equal(
+        self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
+    ) -> bool:
+        """Whether short passes give the same without the modules of the model."""
+        kernels.whole_steps = True
+        found, steps = self._states(kernels, ids, self._cuts), self._decoder.steps
+        return steps is not None and steps.passes > 0 and equal(wanted, found)
 
     def _equal_beside_others(
         self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
