@@ -32,7 +32,7 @@ from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, checkpoint
 from keepsight.bench.workloads import Pictures, assistant, user, words
 from keepsight.cli.terminal import table
-from keepsight.core.decoding.forward import Decoder
+from keepsight.core.decoding.forward import LanguageModel
 from keepsight.kinds import Message, Record
 
 FORMAT = 1
@@ -50,12 +50,12 @@ class Clock:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count the passes of every decoder meanwhile."""
-        before = Decoder.forward
-        setattr(Decoder, "forward", self._timed(before))  # noqa: B010
+        before = LanguageModel.forward
+        setattr(LanguageModel, "forward", self._timed(before))  # noqa: B010
         try:
             yield
         finally:
-            setattr(Decoder, "forward", before)  # noqa: B010
+            setattr(LanguageModel, "forward", before)  # noqa: B010
 
     def _timed(self, call: Callable[..., object]) -> Callable[..., object]:
         def timed(*given: object, **named: object) -> object:

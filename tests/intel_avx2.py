@@ -1,7 +1,7 @@
 """Tests that ask for more than an Intel processor with AVX2 only gives.
 
-There products of 32 rows and of 128 add in another order, so gated delta rules are run by
-boundaries (docs/exactness.md), plain weights with several threads too, and attention takes its
+There products of 32 rows and of 128 add in another order, so gated delta rules are equal
+to rounding (docs/exactness.md), plain weights with several threads too, and attention takes its
 queries in one way only. Held down to AVX2, a larger processor does the same:
 
     MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 make test
@@ -21,15 +21,12 @@ ASK_FOR_MORE: dict[str, tuple[str, ...]] = {
     "test_it_holds_for": _HYBRIDS,
     "test_a_matrix_unit_that_takes_few_rows_in_one_way_is_given_few": ("bf16",),
     "test_threads_that_share_numbers_leave_none_over": (),
-    "test_states_of_fixed_size": _HYBRIDS,
-    "test_what_cannot_be_recorded_is_run_by_the_model": _HYBRIDS,
-    "test_a_list_that_gives_other_bits_is_dropped": ("error", "inputs", "written"),
     "test_a_model_is_tried_once_for_a_store": _HYBRIDS,
     "test_the_delta_rule_gives_rows_that_do_not_depend_on_the_cut": (),
     "test_prompts_that_part_anywhere": _HYBRIDS,
     "test_what_was_decoded_is_not_computed_again": _HYBRIDS,
     "test_rows_of_a_batch_have_the_bits_they_have_alone": _HYBRIDS,
-    "test_other_layers_under_a_known_name_mean_boundaries": (),
+    "test_other_layers_under_a_known_name_mean_rounding": (),
     "test_rows_are_filled_up_to_what_gives_equal_bits": ("8]", "16]", "32]"),
     "test_each_kind_of_attention_has_its_own": (),
     "test_random_conversations": _HYBRIDS,

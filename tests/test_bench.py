@@ -238,8 +238,6 @@ def test_a_model_of_ones_own_is_measured_and_its_folder_not_told(
     told = tmp_path / "told.json"
     words = [
         path,
-        "--grain",
-        "16",
         "--scale",
         "smoke",
         "--workload",

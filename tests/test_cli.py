@@ -280,7 +280,6 @@ def test_ask_loads_as_told(folder: Path) -> None:
     assert prompt("--max-pixels", "9216")["usage"]["prompt_tokens"] == tokens - 6  # of 12
     grown = prompt("--min-pixels", "65536", "--max-pixels", "99999")["usage"]["prompt_tokens"]
     assert grown > tokens + 40
-    assert prompt("--grain", "40")["report"]["grain"] == 40
     run("encode", "a.png", "--files", "--to", "f32", "--dtype", "float32")
     shown = last_json(run("show", str(next(Path("f32").iterdir())), "--json").stdout)
     assert shown["provenance"]["dtype"] == "torch.float32"

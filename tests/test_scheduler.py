@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core.decoding.forward import Decoder
+from keepsight.core.decoding.forward import LanguageModel
 from keepsight.core.decoding.lanes import Lanes
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
 from keepsight.scheduler import Ticket, Together
@@ -440,9 +440,9 @@ def test_a_pass_that_runs_out_of_memory(
 ) -> None:
     """Half of the layers have taken the tokens in by then: all are computed again, one by one."""
     failed = []
-    original = Decoder.forward
+    original = LanguageModel.forward
 
-    def forward(self: Decoder, segments: Any, *kernels: Any) -> Any:
+    def forward(self: LanguageModel, segments: Any, *kernels: Any) -> Any:
         found = original(self, segments, *kernels)
         if len(segments) == 3 and (of == "prompts" or len(failed) in range(2)):
             reads = max(len(one.ids) for one in segments) > 1
@@ -451,7 +451,7 @@ def test_a_pass_that_runs_out_of_memory(
                 raise torch.OutOfMemoryError("no room for this pass")
         return found
 
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(LanguageModel, "forward", forward)
     with served(kind) as together:
         with at_once(together):
             tickets = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:3]]
@@ -489,9 +489,9 @@ def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.Monke
 
 
 def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Decoder.forward
+    original = LanguageModel.forward
 
-    def forward(self: Decoder, segments: Any, *kernels: Any) -> Any:
+    def forward(self: LanguageModel, segments: Any, *kernels: Any) -> Any:
         for one in segments:
             if len(one.prompt) == longest and one.end > longest + 3:
                 raise torch.OutOfMemoryError("no room for this one")
@@ -499,7 +499,7 @@ def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch)
 
     with served() as together:
         longest = len(together._vlm.render(chats()[4]))
-        monkeypatch.setattr(Decoder, "forward", forward)
+        monkeypatch.setattr(LanguageModel, "forward", forward)
         with at_once(together):
             tickets = [together.submit(chats()[n], max_new_tokens=16, **GREEDY) for n in (0, 4, 1)]
         for number, ticket in ((0, tickets[0]), (1, tickets[2])):

@@ -13,7 +13,7 @@ import pytest
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.core.decoding.forward import Decoder
+from keepsight.core.decoding.forward import LanguageModel
 from keepsight.errors import Busy
 from keepsight.scheduler import Ticket, Together
 from keepsight.system.accounts import under_salt
@@ -240,13 +240,13 @@ def test_who_rests_has_the_bits_of_who_does_not(kind: str, monkeypatch: pytest.M
     with ks.wrap(*build(kind)) as vlm:
         alone = [vlm.chat(chat, max_new_tokens=12, **GREEDY).tokens for chat in chats]
     together_in: set[tuple[int, ...]] = set()
-    real = Decoder.forward
+    real = LanguageModel.forward
 
-    def forward(self: Decoder, segments: Any, *kernels: Any) -> Any:
+    def forward(self: LanguageModel, segments: Any, *kernels: Any) -> Any:
         together_in.add(tuple(sorted(len(one.prompt) for one in segments)))
         return real(self, segments, *kernels)
 
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(LanguageModel, "forward", forward)
     with ks.wrap(*build(kind)) as vlm, Together(vlm) as together:
         with vlm.runtime.lock:
             tickets = [
@@ -261,15 +261,15 @@ def test_a_pass_that_fails_while_others_rest(monkeypatch: pytest.MonkeyPatch) ->
     chats = [[turn(f"Much {n}.")] for n in range(3)]
     with ks.wrap(*build("qwen3_vl")) as vlm:
         alone = [vlm.chat(chat, max_new_tokens=10, **GREEDY).tokens for chat in chats]
-    real, failed = Decoder.forward, []
+    real, failed = LanguageModel.forward, []
 
-    def forward(self: Decoder, segments: Any, *kernels: Any) -> Any:
+    def forward(self: LanguageModel, segments: Any, *kernels: Any) -> Any:
         if len(segments) == 2 and len(segments[0].ids) == 1 and not failed:
             failed.append(segments)
             raise RuntimeError("no memory")
         return real(self, segments, *kernels)
 
-    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(LanguageModel, "forward", forward)
     with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
         with vlm.runtime.lock:
             tickets = [

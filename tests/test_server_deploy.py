@@ -104,7 +104,6 @@ def test_each_setting_is_a_flag() -> None:
     [
         (["--port", "70000"], "port is 70000, expected 0 to 65535"),
         (["--drain", "soon"], "drain: 'soon' is not a time"),
-        (["--grain", "0"], "grain is 0, expected at least 1"),
         (["--unknown-fields", "drop"], "unknown_fields is \"drop\", expected 'name' or 'refuse'"),
         (["--config", "a.toml"], "a.toml: ttl: 'long' is not a time"),
         (["--config", "a.toml", "--no-warm-up", "--port", "1"], "a.toml: ttl"),

@@ -69,7 +69,7 @@ def test_no_key_sees_what_another_does(
     demo_parts: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
     stores = STORES[kind](tmp_path / "store")
-    with ks.wrap(*demo_parts["demo"], grain=16, **stores) as vlm:
+    with ks.wrap(*demo_parts["demo"], **stores) as vlm:
         with live(vlm, keys=KEYS) as server:
             ids = work(server, "bob", 1)
             before = everything(server, "bob", ids)

@@ -158,18 +158,20 @@ def test_what_ran_while_another_thread_changed_a_switch_is_not_remembered(vlm: A
             thread.start()
             thread.join()
 
-    prefill = vlm.runtime.engine.chunk
+    engine = vlm.runtime.engine
+    forward, longest = engine.decoder.forward, engine.longest_pass
 
-    def chunk(*arguments: Any) -> Any:
+    def watched(*arguments: Any) -> Any:
         other_thread()
-        return prefill(*arguments)
+        return forward(*arguments)
 
-    vlm.runtime.engine.chunk = chunk
+    engine.decoder.forward, engine.longest_pass = watched, 16
     try:
         report = vlm.prepare(SECOND)
     finally:
         torch.use_deterministic_algorithms(False)
-        del vlm.runtime.engine.chunk
+        engine.longest_pass = longest
+        del engine.decoder.forward
     assert len(passes) > 2 and report.cached_tokens == 0
     assert vlm.explain(SECOND).cached_tokens == 0
     assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))

@@ -109,7 +109,7 @@ def test_a_film_that_grows_prefills_its_new_steps(kind: str) -> None:
     one, short, long = (film(kind, list(range(1, count + 1))) for count in (least, 3, 5))
     again = 63 if kind.startswith("qwen3_5") else 0  # to where a state of fixed size was captured
     with ks.wrap(one.model, None) as vlm:
-        exact = vlm.stats()["engine"]["any_cut"]
+        exact = vlm.stats()["engine"]["exactness"] == "bits"
         ask(vlm, one)
         for before, now in ((least, short), (3, long)):
             usage = assert_as_fresh(vlm, now)

@@ -176,9 +176,7 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
     model.save_pretrained(folder, max_shard_size="200KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
-    part = ks.wrap(
-        without_tower.load_named(str(folder), "float32", None, None)[0], processor, grain=16
-    )
+    part = ks.wrap(without_tower.load_named(str(folder), "float32", None, None)[0], processor)
     assert same_names(ks.wrap(model, processor), part)
 
 

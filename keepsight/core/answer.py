@@ -1,4 +1,7 @@
-"""From messages to a sequence, and from a sequence to an answer: the way of every call."""
+"""From messages to a sequence, and from a sequence to an answer: the way of every call.
+
+Messages are rendered and media named in the caller's thread; the engine then runs the sequence.
+"""
 
 from __future__ import annotations
 

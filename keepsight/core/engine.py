@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from keepsight.core.decoding.drafts import DraftCounts, EarlierAnswers, Guesses, PassCosts
-from keepsight.core.decoding.forward import Decoder, Segment, ordinary_ids
+from keepsight.core.decoding.forward import LanguageModel, Stretch, ordinary_ids
 from keepsight.core.decoding.lanes import Lanes, restore, shared
 from keepsight.core.decoding.placement import Placement
 from keepsight.core.decoding.positions import place
@@ -48,7 +48,7 @@ MAX_RESTARTS = 8  # of one prompt, because the model changed
 MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
 _PLANNED = 4096  # tokens of an answer for which memory is planned; it may get longer
 
-Chosen = list[tuple[Sequence, Segment]]
+Chosen = list[tuple[Sequence, Stretch]]
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
     def __init__(self, memory: Runtime, shape: Shape, budget: int, guessing: bool) -> None:
         self._memory, self._model, self._family = memory, memory.model, memory.family
         self._tree, self._budget, self.guessing = memory.prefixes, budget, guessing
-        self.shape, self.decoder = shape, Decoder(memory.model, memory.family, shape)
+        self.shape, self.decoder = shape, LanguageModel(memory.model, memory.family, shape)
         self.lanes = Lanes(memory.model, shape, budget)
         self.answers, self._costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
         self.came: deque[Sequence] = deque()  # added by any thread
@@ -159,7 +159,7 @@ class Engine:
                 self._advance(seq, segment, logits, seconds)
 
     def _advance(
-        self, seq: Sequence, segment: Segment, logits: torch.Tensor | None, seconds: float
+        self, seq: Sequence, segment: Stretch, logits: torch.Tensor | None, seconds: float
     ) -> None:
         """Take what a pass computed for one sequence."""
         count = len(segment.ids)
@@ -302,16 +302,16 @@ class Engine:
         first = min(running, key=lambda one: one.served, default=None)
         return [seq for seq in running if first is not None and seq.kernels is first.kernels]
 
-    def _tokens(self, seq: Sequence, guess: list[int]) -> Segment:
+    def _tokens(self, seq: Sequence, guess: list[int]) -> Stretch:
         """The last chosen token, and guesses behind it."""
         if seq.lane is None:
             raise KeepsightError("this sequence has no lane")
         start = seq.done
         ids = np.array([*seq.generated[start - len(seq.prompt) :], *guess], dtype=np.int64)
         positions = seq.positions(start, start + len(ids))
-        return Segment(seq.lane, seq.prompt, ids, positions, len(ids))
+        return Stretch(seq.lane, seq.prompt, ids, positions, len(ids))
 
-    def _next_piece(self, seq: Sequence, room: int, begun: list[Sequence]) -> Segment | None:
+    def _next_piece(self, seq: Sequence, room: int, begun: list[Sequence]) -> Stretch | None:
         """The next piece of a prompt; None if it waits in this step, or its tower ran instead."""
         lane = self._start(seq)
         start, end = seq.done, len(seq.read)
@@ -333,7 +333,7 @@ class Engine:
         if start < len(seq.prompt):
             stop = min(stop, len(seq.prompt))
         some = (seq.ids(start, stop), seq.positions(start, stop))
-        return Segment(lane, seq.prompt, *some, int(stop == len(seq.prompt)), parts)
+        return Stretch(lane, seq.prompt, *some, int(stop == len(seq.prompt)), parts)
 
     def _parts(self, seq: Sequence, start: int, stop: int) -> list[Part] | None:
         """The features in a stretch. If the tower has to run, it runs for one medium, and the
@@ -788,7 +788,7 @@ class Engine:
         ids, lane = ordinary_ids(self._model, self._family, 2), self.lanes.fresh()
         positions = self._family.positions(ids, np.zeros(2, dtype=np.int8), [])
         kernels = self._memory.finding.kernels
-        self.decoder.forward([Segment(lane, Prompt(ids), ids, positions)], kernels)
+        self.decoder.forward([Stretch(lane, Prompt(ids), ids, positions)], kernels)
         return pattern(*lane.capture(0, 2))
 
     # -- forgetting --------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""One prompt and its answer, as data. The engine owns the steps; this only says what stands."""
+"""One prompt and its answer, as data.
+
+The engine owns the steps; this says how far they have come and what came out.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _TRIED = ((0, 9), (0, 5), (3, 4))  # (held before, end) of sequences tried besid
 
 
 @dataclass(eq=False)
-class Segment:
+class Stretch:
     """A stretch of one sequence that a pass computes, right behind what its lane holds."""
 
     lane: Lane
@@ -54,7 +54,7 @@ class Segment:
         self.end = self.start + len(self.ids)
 
 
-class Decoder:
+class LanguageModel:
     """Runs the language model of one VLM. Callers hold the model's lock."""
 
     def __init__(self, model: PreTrainedModel, family: Family, shape: Shape) -> None:
@@ -71,7 +71,7 @@ class Decoder:
         self._joins, self._rows = None, None
         self.steps, self._looked = None, False
 
-    def together(self, segments: Sequence[Segment], kernels: Kernels | None) -> bool:
+    def together(self, segments: Sequence[Stretch], kernels: Kernels | None) -> bool:
         """Whether these segments can share a pass."""
         if not self._family.decodes_together or any(self._own_inputs(one) for one in segments):
             return False
@@ -87,7 +87,7 @@ class Decoder:
 
     @quietly
     def forward(
-        self, segments: Sequence[Segment], kernels: Kernels | None
+        self, segments: Sequence[Stretch], kernels: Kernels | None
     ) -> list[torch.Tensor | None]:
         """Run segments through the model; the lanes hold them afterwards. Return the logits that
         each asked for, a row for each token."""
@@ -96,7 +96,7 @@ class Decoder:
         return [found for one in segments for found in self._pass([one], kernels)]
 
     def _pass(
-        self, segments: Sequence[Segment], kernels: Kernels | None
+        self, segments: Sequence[Stretch], kernels: Kernels | None
     ) -> list[torch.Tensor | None]:
         device, self.passes = self._model.device, self.passes + 1
         if kernels is not None and kernels.whole_steps:
@@ -125,7 +125,7 @@ class Decoder:
         return found
 
     def _without_modules(
-        self, segments: Sequence[Segment], kernels: Kernels
+        self, segments: Sequence[Stretch], kernels: Kernels
     ) -> list[torch.Tensor | None] | None:
         """A pass over a few tokens of text, as one script; None where modules have to run."""
         if any(one.media or self._own_inputs(one) for one in segments):
@@ -141,7 +141,7 @@ class Decoder:
         return found
 
     def _run(
-        self, segments: Sequence[Segment], inputs: Inputs, in_rows: bool
+        self, segments: Sequence[Stretch], inputs: Inputs, in_rows: bool
     ) -> list[torch.Tensor | None]:
         core = self._model.base_model
         if not any(one.logits for one in segments) and core is not self._model:
@@ -163,7 +163,7 @@ class Decoder:
         found = logits.split([one.logits for one in segments])
         return [rows if len(rows) else None for rows in found]
 
-    def _own_inputs(self, one: Segment) -> Inputs:
+    def _own_inputs(self, one: Stretch) -> Inputs:
         """Further inputs of a segment that has such: it runs alone, with the model's own masks."""
         family, prompt, start, end = self._family, one.prompt, one.start, one.end
         inputs = family.media_inputs(prompt.ids, prompt.grids, start, end)
@@ -172,7 +172,7 @@ class Decoder:
         return {**inputs, **family.step_inputs(1, end)}
 
     def _joined(
-        self, segments: Sequence[Segment], kernels: Kernels | None, with_own_inputs: bool
+        self, segments: Sequence[Stretch], kernels: Kernels | None, with_own_inputs: bool
     ) -> Cache | None:
         """The lanes as one cache; None where the one lane is read as it is."""
         lanes = [one.lane for one in segments]
@@ -212,7 +212,7 @@ class Decoder:
             return False
 
     def _agrees(self) -> bool:
-        alone, joined = list[torch.Tensor](), list[Segment]()
+        alone, joined = list[torch.Tensor](), list[Stretch]()
         for held, end in _TRIED:
             for together in (False, True):
                 lane = Lane(self._model, self.shape)
@@ -229,11 +229,11 @@ class Decoder:
             for rows, one in zip(found, alone, strict=True)
         )
 
-    def _scratch(self, lane: Lane, end: int) -> Segment:
+    def _scratch(self, lane: Lane, end: int) -> Stretch:
         ids = ordinary_ids(self._model, self._family, end)
         positions = self._family.positions(ids, np.zeros(end, dtype=np.int8), [])
         some = slice(lane.length, end)
-        return Segment(lane, Prompt(ids), ids[some], positions[..., some], 1)
+        return Stretch(lane, Prompt(ids), ids[some], positions[..., some], 1)
 
 
 def _cache(layers: list[CacheLayer]) -> DynamicCache:

@@ -35,7 +35,7 @@ from keepsight.core.kernels.linear import Read, mkl_product, onednn_product, pla
 from keepsight.core.kernels.passes import Kernels
 
 if TYPE_CHECKING:
-    from keepsight.core.decoding.forward import Segment
+    from keepsight.core.decoding.forward import Stretch
 
 _MOST = 32  # tokens of a pass; with more of them, other things cost more than Python
 _PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -79,7 +79,7 @@ class Steps:
         return found if len({parts.sizes for parts in found._layers}) == 1 else None
 
     def run(
-        self, segments: Sequence[Segment], kernels: Kernels
+        self, segments: Sequence[Stretch], kernels: Kernels
     ) -> list[torch.Tensor | None] | None:
         """The logits that each segment asked for; None where the modules have to run."""
         first, count = self._layers[0], sum(len(one.ids) for one in segments)
@@ -118,7 +118,7 @@ class Steps:
         return self._logits(hidden, segments, kernels)
 
     def _logits(
-        self, hidden: torch.Tensor, segments: Sequence[Segment], kernels: Kernels
+        self, hidden: torch.Tensor, segments: Sequence[Stretch], kernels: Kernels
     ) -> list[torch.Tensor | None]:
         pieces, last = hidden.split([len(one.ids) for one in segments]), self._decoder.norm
         wanted = [len(piece) - one.logits for piece, one in zip(pieces, segments, strict=True)]
@@ -165,7 +165,7 @@ def _layer(parts: Parts, kernels: Kernels, count: int) -> Layer | None:
     return parts.first.weight, qkv, of_heads, out, parts.second.weight, both, down
 
 
-def _rooms(one: Segment) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+def _rooms(one: Stretch) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     """The buffers of all layers of a lane, with room for what they get."""
     found = [x.room(len(one.ids)) if type(x) is LaneLayer else None for x in one.lane.cache.layers]
     rooms = [room for room in found if room is not None]

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import digests
-from keepsight.core.decoding.forward import Decoder, ordinary_ids
+from keepsight.core.decoding.forward import LanguageModel, ordinary_ids
 from keepsight.core.decoding.lane_mixer import MixerLayer
 from keepsight.core.kernels import layers, mixers
 from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
@@ -75,7 +75,7 @@ class AnyCut:
         self,
         model: PreTrainedModel,
         family: Family,
-        decoder: Decoder,
+        decoder: LanguageModel,
         weights: Weights,
         settings: RuntimeSettings,
         owned: bool,

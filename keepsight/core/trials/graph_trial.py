@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.core.decoding.forward import Decoder, Segment
+from keepsight.core.decoding.forward import LanguageModel, Stretch
 from keepsight.core.decoding.state import Lane
 from keepsight.core.kernels.passes import Kernels
 from keepsight.models.families import Family
@@ -43,7 +43,7 @@ class ScratchRun:
         self,
         model: PreTrainedModel,
         family: Family,
-        decoder: Decoder,
+        decoder: LanguageModel,
         ids: np.ndarray,
         kernels: Kernels | None,
     ) -> None:
@@ -51,11 +51,11 @@ class ScratchRun:
         self.lane = Lane(model, decoder.shape)
         self._positions = family.positions(ids, np.zeros(len(ids), dtype=np.int8), [])
 
-    def next(self, count: int) -> Segment:
+    def next(self, count: int) -> Stretch:
         """The next tokens as a segment; the logits of each are wanted."""
         some = slice(self.lane.length, self.lane.length + count)
         prompt, positions = Prompt(self.ids), self._positions[..., some]
-        return Segment(self.lane, prompt, self.ids[some], positions, count)
+        return Stretch(self.lane, prompt, self.ids[some], positions, count)
 
     def go_on(self, count: int) -> torch.Tensor:
         """Compute the next tokens; return their logits."""
