@@ -146,7 +146,7 @@ def test_a_cast_in_the_middle_of_a_turn_is_refused_by_name(vlm: Any) -> None:
     assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
 
 
-def test_what_ran_while_another_thread_changed_a_switch_is_not_remembered(vlm: Any) -> None:
+def test_what_ran_while_another_thread_changed_a_switch_is_run_again(vlm: Any) -> None:
     """The other thread comes in the first pass of the prompt and is gone before the second."""
     passes: list[bool] = []
 
@@ -172,8 +172,7 @@ def test_what_ran_while_another_thread_changed_a_switch_is_not_remembered(vlm: A
         torch.use_deterministic_algorithms(False)
         engine.longest_pass = longest
         del engine.decoder.forward
-    assert len(passes) > 2 and report.cached_tokens == 0
-    assert vlm.explain(SECOND).cached_tokens == 0
+    assert len(passes) > -(-report.prompt_tokens // 16) and report.cached_tokens == 0  # again
     assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
     vlm.runtime.tree.check()
 
