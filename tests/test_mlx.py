@@ -83,7 +83,7 @@ def test_answers_are_those_of_pytorch_and_nothing_is_computed_twice(
         again = vlm.chat(TALK[1], **GREEDY)
         assert again.tokens == wanted[1] and again.usage.cached_tokens == again.usage.prompt_tokens
         assert vlm.verify(TALK[1]).equal
-        assert "MLX" in vlm.stats()["engine"]["boundaries_because"]
+        assert "MLX" in vlm.stats()["engine"]["rounding_because"]
         vlm.flush()
     with ks.load(folder, runtime="mlx", store=tmp_path) as vlm, vlm.blindfold():
         reply = vlm.chat(TALK[1], **GREEDY)

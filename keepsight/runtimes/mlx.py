@@ -108,7 +108,7 @@ class _InMlx:
     """Describes the weights in MLX to the rest of Keepsight."""
 
     def __init__(self, folder: Path, mlx: Mlx, model: Untyped) -> None:
-        self.boundaries_because = "its kernels were never tried in MLX"
+        self.rounding_because = "its kernels were never tried in MLX"
         self.environment = {"runtime": f"mlx {mlx.version}"}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
         content = digests.digest(

@@ -44,7 +44,7 @@ class Exported:
 
     def __init__(self, folder: Path, manifest: Manifest, version: str, threads: int) -> None:
         self.folder, self.manifest = folder, manifest
-        self.boundaries_because = ""  # any cut is tried
+        self.rounding_because = ""  # any cut is tried
         # Everything that changes bits: the runtime, its version, and the graphs themselves.
         self.environment = {
             "runtime": f"{manifest.runtime} {version}",

@@ -64,7 +64,7 @@ _MOST = 8  # environments whose findings are kept
 class Graphs(Protocol):
     """A runtime that computes in place of PyTorch."""
 
-    boundaries_because: str  # why a prompt cannot be cut anywhere; empty if it can
+    rounding_because: str  # why a prompt cannot be cut anywhere; empty if it can
     decoder_bytes: int
 
 
@@ -186,8 +186,8 @@ class AnyCut:
         """The reason that excludes any cut without a trial, or an empty text."""
         model, shape = self._model, self._decoder.shape
         kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
-        if self._graphs is not None and self._graphs.boundaries_because:
-            return self._graphs.boundaries_because
+        if self._graphs is not None and self._graphs.rounding_because:
+            return self._graphs.rounding_because
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
         if self._is_narrow:
