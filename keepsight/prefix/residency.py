@@ -15,6 +15,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from weakref import ref
 
 from keepsight.errors import InputError, PinsFull
 from keepsight.formats.package import storage_bytes
@@ -75,8 +76,8 @@ class Residency:
         self._now, self._count = clock, itertools.count(1)
         self.tick = 0
         self.changes = 0  # of edges
-        self._walked: tuple[Node | None, Prompt | None, int, list[tuple[Node, int]]]
-        self._walked = (None, None, 0, [])  # the latest walk along a prompt
+        self._walked: tuple[Node | None, ref[Prompt] | None, int, list[tuple[Node, int]]]
+        self._walked = (None, None, 0, [])  # the latest walk along a prompt that still is there
         self._touched: set[str] = set()  # accounts that may exceed their quota
         self._expiring: list[tuple[float, int, Node]] = []
 

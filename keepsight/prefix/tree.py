@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from weakref import ref
 
 import torch
 
@@ -74,9 +75,10 @@ class Tree(Residency):
     def _path(self, root: Node, prompt: Prompt) -> list[tuple[Node, int]]:
         """All edges along a prompt; the latest is asked for again at once."""
         its, of, changes, path = self._walked
-        if its is not root or of is not prompt or changes != self.changes:
+        same = of is not None and of() is prompt
+        if its is not root or not same or changes != self.changes:
             path = self._walk(root, prompt)
-            self._walked = root, prompt, self.changes, path
+            self._walked = root, ref(prompt), self.changes, path
         return path
 
     def _walk(self, node: Node, prompt: Prompt) -> list[tuple[Node, int]]:
