@@ -7,6 +7,7 @@ anything. What was learnt about the pictures is recorded under the lock, when th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from keepsight.core.call import Call
@@ -37,6 +38,7 @@ class Order:
         self.prompt = Prompt.nothing()
         self._bound: object = None  # the settings of their names
         self._looked: list[Inspected] = []
+        self._room = 0  # bytes of pixels that may wait for the tower
 
     @property
     def _vision(self) -> Vision:
@@ -57,7 +59,7 @@ class Order:
                 self._memory.refresh(self.call.tenant)
                 vision = self._vision
         self._bound = vision.namer.bound
-        self._kinds = [kind for kind, _ in given]
+        self._kinds, self._room = [kind for kind, _ in given], self._memory.caches.pixels.budget
         self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
 
     def renderer(self) -> Renderer:
@@ -72,6 +74,10 @@ class Order:
         if isinstance(medium, Medium | Package):
             return vision.name(medium, kind)
         looked = vision.namer.look(medium, kind)
+        if looked.pixels is not None:
+            self._room -= looked.pixels.nbytes
+            if self._room < 0:  # later ones are read again when their turn comes
+                looked = dataclasses.replace(looked, pixels=None)
         self._looked.append(looked)
         return vision.medium_of(looked)
 
