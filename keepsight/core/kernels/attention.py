@@ -9,8 +9,9 @@ processors each such multiple is a batch entry of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ BLOCK = 512  # keys the kernel reads at a time
 _STEP, _FAR_STEP = 128, 256  # keys are read in multiples of these: near the first key, and far
 _FAR = 2048  # keys from which on few calls are worth more than few keys
 _QUERIES = 256  # rows per call, so that keys none of them sees are not read
+_KEPT = 1 << 22  # numbers in masks that a pass keeps for its other layers; the rest is made again
 KEYS_READ = f"keys read by {_STEP}, from {_FAR} on by {_FAR_STEP}"  # in namespaces, also on disk
 # Passes of a trial, and pieces of them that must be equal. The second is as long as calls are.
 _TRIED = {
@@ -107,13 +109,15 @@ class _BufferedKeys:
 Edges = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Piece:
-    """Rows of queries that read the same keys, and the mask of what they see of these."""
+    """Rows of queries that read the same keys, and the mask of what they see of these: made when it
+    is asked for, and kept where it is small."""
 
     rows: slice
     keys: slice
-    mask: torch.Tensor
+    make: Callable[[], torch.Tensor]
+    mask: torch.Tensor | None = None
 
 
 def plain(
@@ -194,6 +198,7 @@ class Attention:
         self._held: dict[int, _BufferedKeys] = {}
         self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
         self._pieces: dict[tuple[object, ...], tuple[torch.Tensor | None, list[_Piece]]] = {}
+        self._room = _KEPT
 
     def note(
         self,
@@ -297,7 +302,7 @@ class Attention:
             if missing := filling.fill(wanted) - wanted:
                 rows = functional.pad(rows, (0, 0, 0, missing))
             seen_keys, seen_values = (x[:, :, piece.keys] for x in (keys, values))
-            rows = plain(rows, seen_keys, seen_values, piece.mask, scale, filling)
+            rows = plain(rows, seen_keys, seen_values, self._mask_of(piece), scale, filling)
             found.append(rows[:, :, :wanted].reshape(1, heads, wanted * keys.shape[1] // heads, -1))
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
@@ -308,6 +313,15 @@ class Attention:
         if known is None or known[0] is not given:
             known = self._pieces[name] = given, _cut(view, group, dtype, step)
         return known[1]
+
+    def _mask_of(self, piece: _Piece) -> torch.Tensor:
+        if piece.mask is not None:
+            return piece.mask
+        mask = piece.make()
+        if mask.numel() <= self._room:
+            self._room -= mask.numel()
+            piece.mask = mask
+        return mask
 
 
 class LaneAttention:
@@ -389,39 +403,55 @@ _View = tuple[torch.Tensor | None, bool, int, int]
 def _cut(view: _View, group: int, dtype: torch.dtype, step: int) -> list[_Piece]:
     """Cut rows of queries into pieces that read the same keys."""
     given, sees_all, count, length = view
-    values, seen = (None, None) if given is None else _numeric(given[0, 0, :, :length], dtype)
     firsts = [0] * count
     behind = [length] * count if sees_all else list(range(length - count + 1, length + 1))
-    if seen is not None:
+    if given is not None:
+        given = given[..., :length]
+        seen = _seen(given[0, 0])
         firsts = _first(seen).tolist()
         behind = [length - skipped for skipped in _first(seen.flip(-1)).tolist()]
     read = [keys_read(*both) for both in zip(firsts, behind, strict=True)]
-    pieces, start = [], 0
+    pieces, start = list[_Piece](), 0
     for stop in range(1, count + 1):
         if stop < count and read[stop] == read[start] and stop - start < _QUERIES:
             continue
-        begin, end = read[start]
-        if values is None:
-            places, own = torch.arange(end), torch.tensor(behind[start:stop])
-            mask = torch.zeros(stop - start, end, dtype=dtype)
-            mask.masked_fill_(places[None] >= own[:, None], -torch.inf)
-        else:
-            mask = values[start:stop, begin:end]
-            if end > length:
-                mask = functional.pad(mask, (0, end - length), value=-torch.inf)
-        mask = mask.repeat(group, 1)
-        if missing := -len(mask) % step:
-            mask = functional.pad(mask, (0, 0, 0, missing))
-        pieces.append(_Piece(slice(start, stop), slice(begin, end), mask[None, None]))
+        rows, keys = slice(start, stop), slice(*read[start])
+        make = partial(_mask, given, behind, rows, keys, group, dtype, step)
+        pieces.append(_Piece(rows, keys, make))
         start = stop
     return pieces
 
 
-def _numeric(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask made by the model, as numbers to add, and which keys are seen."""
-    if rows.dtype == torch.bool:
-        return torch.zeros(rows.shape, dtype=dtype).masked_fill_(~rows, -torch.inf), rows
-    return rows.to(dtype), rows > torch.finfo(rows.dtype).min
+def _mask(
+    given: torch.Tensor | None,
+    behind: list[int],
+    rows: slice,
+    keys: slice,
+    group: int,
+    dtype: torch.dtype,
+    step: int,
+) -> torch.Tensor:
+    """What some rows see of some keys, as numbers to add; once for each head of a group."""
+    count, width = rows.stop - rows.start, keys.stop - keys.start
+    mask = torch.zeros(1, 1, -(-count * group // step) * step, width, dtype=dtype)
+    own = mask[0, 0, : count * group].view(group, count, width)
+    if given is None:
+        least = behind[rows.start]
+        places, ends = torch.arange(least, keys.stop), torch.tensor(behind[rows])
+        own[..., least:].masked_fill_(places >= ends[:, None], -torch.inf)
+        return mask
+    one = given[0, 0, rows, keys]
+    own[..., one.shape[-1] :] = -torch.inf
+    if one.dtype == torch.bool:
+        own[..., : one.shape[-1]].masked_fill_(~one, -torch.inf)
+    else:
+        own[..., : one.shape[-1]] = one
+    return mask
+
+
+def _seen(rows: torch.Tensor) -> torch.Tensor:
+    """Which keys are seen, by a mask of truths or of numbers to add."""
+    return rows if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min
 
 
 def _first(found: torch.Tensor) -> torch.Tensor:
