@@ -376,8 +376,10 @@ def read_at_once(
     if filling is None:
         return None
     pieces = _cut((None, False, count, length), queries // keys, dtype, filling.step)
-    mask = pieces[0].mask
-    if len(pieces) > 1 or (filling.apart and mask.shape[-2] != filling.step):
+    if len(pieces) > 1:
+        return None
+    mask = pieces[0].make()
+    if filling.apart and mask.shape[-2] != filling.step:
         return None
     return pieces[0].keys.stop, mask
 
