@@ -80,10 +80,14 @@ class CatalogueUpdater:
 
     def enter_file(self, place: EntryName) -> None:
         """Add an existing file that the catalogue does not have."""
-        unknown = self.guard.try_to(lambda catalogue: catalogue.state(place) is None, False)
-        if unknown:
-            entry = as_found(self.folder, place)
-            self.guard.try_to_change(lambda c: c.put([entry] if entry else []), None)
+
+        def enter(catalogue: Catalogue) -> None:
+            # Looked at in the transaction, as others remove files in theirs.
+            entry = as_found(self.folder, place) if catalogue.state(place) is None else None
+            catalogue.put([entry] if entry else [])
+
+        if self.guard.try_to(lambda catalogue: catalogue.state(place) is None, False):
+            self.guard.try_to_change(enter, None)
 
     # -- after a write ---------------------------------------------------------------------------
 

@@ -311,7 +311,9 @@ class CatalogueGuard:
             return True
 
     def _enter(self, catalogue: Catalogue, found: list[Entry]) -> None:
-        catalogue.put([e for e in found if catalogue.state(EntryName.of(e)) is None])
+        # Another process may have removed a file since it was found.
+        new = [e for e in found if catalogue.state(EntryName.of(e)) is None]
+        catalogue.put([e for e in new if self.folder.status(name_of(EntryName.of(e))) is not None])
 
     def _finish(self, catalogue: Catalogue) -> None:
         for place in pins(self.folder):
