@@ -108,6 +108,8 @@ def test_a_file_deleted_while_it_is_entered_leaves_no_row(
 
     def found(*given: Any) -> Any:
         answer = find(*given)
+        if name == "everything" and threading.current_thread() is not threading.main_thread():
+            return iter(())  # the other store at rest
         if name == "as_found":
             then_deleted()
             return answer
