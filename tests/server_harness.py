@@ -240,3 +240,8 @@ class Scripted:
     def close(self, drain: float | None = None) -> None:
         for ticket in self.tickets:
             ticket.cancel()
+
+
+def opening(report: dict[str, Any]) -> int:
+    """How many tokens stand before the first picture of a prompt."""
+    return min(int(s["start"]) for s in report["segments"] if s["kind"] == "image")
