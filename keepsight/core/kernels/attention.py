@@ -22,7 +22,9 @@ BLOCK = 512  # keys the kernel reads at a time
 _STEP, _FAR_STEP = 128, 256  # keys are read in multiples of these: near the first key, and far
 _FAR = 2048  # keys from which on few calls are worth more than few keys
 _QUERIES = 256  # rows per call, so that keys none of them sees are not read
-_KEPT = 1 << 22  # numbers in masks that a pass keeps for its other layers; the rest is made again
+_LEAST = 64  # rows per call where its mask would have more numbers than the next line allows
+_NUMBERS = 1 << 20  # numbers in the mask of a call
+_KEPT = 1 << 21  # numbers in masks that a pass keeps for its other layers; the rest is made again
 KEYS_READ = f"keys read by {_STEP}, from {_FAR} on by {_FAR_STEP}"  # in namespaces, also on disk
 # Passes of a trial, and pieces of them that must be equal. The second is as long as calls are.
 _TRIED = {
@@ -415,7 +417,8 @@ def _cut(view: _View, group: int, dtype: torch.dtype, step: int) -> list[_Piece]
     read = [keys_read(*both) for both in zip(firsts, behind, strict=True)]
     pieces, start = list[_Piece](), 0
     for stop in range(1, count + 1):
-        if stop < count and read[stop] == read[start] and stop - start < _QUERIES:
+        most = max(_LEAST, min(_QUERIES, _NUMBERS // (group * (read[start][1] - read[start][0]))))
+        if stop < count and read[stop] == read[start] and stop - start < most:
             continue
         rows, keys = slice(start, stop), slice(*read[start])
         make = partial(_mask, given, behind, rows, keys, group, dtype, step)
