@@ -68,10 +68,10 @@ def test_the_demo_model_end_to_end(tmp_path: Path) -> None:
     folder = exported_demo("demo")
     with ks.load(folder, store=tmp_path) as vlm, ks.load(folder) as fresh:
         assert vlm.verify([turn("What do you see?", picture(1))], stock=True)
-        assert holds(vlm) and "cut anywhere" in str(vlm.verify([turn("Hello.")]))
+        assert holds(vlm) and "promised: equal bits" in str(vlm.verify([turn("Hello.")]))
         chat = vlm.session()
         first = chat.ask("What do you see? Say all of it.", images=[picture(1)], max_new_tokens=20)
-        assert first.report.to_dict()["cuts"] == "any"
+        assert first.report.to_dict()["exactness"] == "bits"
         before = rows(vlm)
         chat.ask("And where is it?", images=[picture(2)], max_new_tokens=20)
         computed = rows(vlm) - before

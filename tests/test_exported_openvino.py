@@ -318,7 +318,7 @@ def test_a_second_process_answers_from_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_weights_in_few_bits_are_near_and_as_exact(kind: str, tmp_path: Path) -> None:
+def test_weights_in_few_bits_are_near_and_as_exact_as_is_said(kind: str, tmp_path: Path) -> None:
     source, target = exported_folder("qwen3_vl"), tmp_path / kind
     shutil.copytree(source, target)
     for part in ("decoder", "head"):
@@ -332,7 +332,9 @@ def test_weights_in_few_bits_are_near_and_as_exact(kind: str, tmp_path: Path) ->
     assert 1e-4 < off["logits"] < (0.1 if kind == "int8" else 0.5)
     messages = [turn("What do you see?", picture(1, 96, 96)), turn("And?", picture(2, 160, 96))]
     with ks.load(target) as vlm:
-        assert vlm.verify(messages).equal
+        found = vlm.verify(messages)
+        # Its kernels for such weights give other bits when a prompt is cut, and that is said.
+        assert found and (found.equal or found.exactness == "rounding"), found
 
 
 @pytest.mark.slow
