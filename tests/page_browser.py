@@ -138,7 +138,7 @@ class Page:
     def menu(self, name: str) -> None:
         """Open the menu and choose an entry."""
         self.tab.get_by_role("button", name="Menu").click()
-        self.tab.locator("#menu").get_by_role("button", name=name).click()
+        self.tab.locator("#menu").get_by_role("button", name=name, exact=True).click()
 
     def answered(self) -> Any:
         """The last answer, when it is whole."""

@@ -446,7 +446,7 @@ def test_the_memory_shows_pins_and_forgets(opened: Open, server: Live) -> None:
     expect(held.filter(has_text="star.png").locator("img")).to_be_visible()
     expect(page.tab.locator(".chart rect.hit")).to_have_count(2)
     expect(page.tab.locator(".tiers")).to_contain_text("2 pictures")
-    page.tab.get_by_role("button", name="Pin star.png").click()
+    page.tab.get_by_role("button", name="Pin star.png", exact=True).click()
     expect(held.filter(has_text="star.png")).to_contain_text("pinned")
     expect(page.tab.get_by_role("button", name="Unpin star.png")).to_be_focused()
     page.tab.get_by_role("button", name="Delete ring.png").click()
