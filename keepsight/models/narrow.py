@@ -3,7 +3,7 @@
 Only weights of the decoder and the output head are narrow. The tower is unchanged, so features are
 shared with the model as loaded. A few tokens use torch's kernel, which reads eight bits and
 computes in bfloat16; more tokens use a product with the weight widened again. So a token's bits
-depend on the number of tokens in a pass, and prompts are cut at boundaries.
+depend on the number of tokens in a pass, and answers are equal to rounding.
 """
 
 from __future__ import annotations

@@ -50,11 +50,3 @@ class PrivateApi:
             return getattr(importlib.import_module(module), name, None)
         except ImportError:
             return None
-
-
-FUNCTION = PrivateApi(
-    "torch._C",
-    "_create_function_from_graph",
-    "to run recorded steps",
-    without="each step runs the model's own code",
-)

@@ -23,7 +23,6 @@ from torch._ops import OpOverload
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.kinds import Decoded, Inputs, Message, Options, Processor, Record
-from keepsight.models.private import FUNCTION as FUNCTION
 from keepsight.models.private import PrivateApi
 from keepsight.models.tested import refuse_unknown
 
@@ -299,7 +298,7 @@ _DISPATCH = PrivateApi(
     "torch.utils._python_dispatch",
     "TorchDispatchMode",
     "to see which products a model computes",
-    without="prompts are cut at boundaries only, and pictures go through the tower alone",
+    without="answers are equal to rounding only, and pictures go through the tower alone",
 )
 _ACTIVATIONS = PrivateApi("transformers.activations", "ACT2FN", "to compute gated delta rules")
 

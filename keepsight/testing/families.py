@@ -287,7 +287,7 @@ class FamilyTests:
             self.expect_as_stock(vlm, messages, "features of known pictures")
 
     def test_cuts_anywhere_that_is_allowed(self) -> None:
-        """Boundaries inside runs of text, and in pictures whose tokens do not see ahead."""
+        """Cuts inside runs of text, and in pictures whose tokens do not see ahead."""
         self.expect_as_stock_cut_every(23)
 
     def test_cuts_every_few_tokens(self) -> None:

@@ -4,7 +4,7 @@ If so, a prompt can be cut at any token. Nothing is assumed: each shape of a lin
 kind of attention is tried with numbers whose sums cancel, so that another order of adding shows. A
 pass of the model is watched for products that other functions compute. Then the whole model runs
 over one prompt in one pass, in pieces, token by token and beside other sequences; all bits must be
-equal. If a trial fails or cannot be made, prompts are cut at boundaries, and `why` gives the
+equal. If a trial fails or cannot be made, answers are equal to rounding, and `why` gives the
 reason.
 """
 

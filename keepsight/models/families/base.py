@@ -45,7 +45,7 @@ from keepsight.models.families.tower_absent import absent_parts
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.renamed import EncoderOutput
 
-# Tokens that end a turn. A boundary follows each, so a turn can be continued.
+# Tokens that end a turn.
 TURN_ENDS = (
     "<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eot|>", "<|end|>",
     "<|END_OF_TURN_TOKEN|>", "</s>",
@@ -56,8 +56,8 @@ class Family:
     """The family-specific view of one model. Subclasses override only what differs."""
 
     # Which part of a prompt can serve another prompt (law 4):
-    #   "prefix"        everything up to any boundary;
-    #   "same media"    boundaries only after the last medium: a later medium changes what is before
+    #   "prefix"        everything up to any token;
+    #   "same media"    cuts only after the last medium: a later medium changes what is before
     #   "whole prompt"  only the identical prompt: all its tokens attend to each other.
     reuse = "prefix"
     proven = True  # False for a type not yet shown exact: core/trials/probe.py tries it first
@@ -66,7 +66,7 @@ class Family:
     decodes_together = True  # False if padding a batch changes a row's result
     decodes_as_prefilled = True  # False if some decoded tokens take another path through the model
     sees_whole_media = False  # whether tokens of one medium attend to each other both ways
-    # Ids that close a medium whose frame tokens attend to it: a boundary follows the first.
+    # Ids that close a medium whose frame tokens attend to it: a cut may follow the first.
     media_ends: frozenset[int] = frozenset()
     beside_the_tower: tuple[str, ...] = ()  # parts of the model that forward runs on given features
     also_takes: tuple[str, ...] = ()  # tensors of a processor beyond those the encoder takes
