@@ -46,8 +46,8 @@ def test_peak_memory_with_one_and_with_many_images(tmp_path: Path) -> None:
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     one, many, encoded = (float(part) for part in done.stdout.split()[-3:])
     assert encoded == 103
-    # What may grow: keys and values of 6,500 more tokens, on the lane and remembered, and a pass over
-    # 2,048 of them. With all pixel values it was 220.
+    # What may grow: keys and values of 6,500 more tokens, on the lane and remembered, and a pass
+    # over 2,048 of them. With all pixel values it was 220.
     lane = 103 * 64 * 5 * 2 * 2 * 48 * 4 / 2**20
     assert many - one < 3 * lane + 90 < 165, (one, many)
 
