@@ -56,7 +56,8 @@ class Engine:
 
     def __init__(self, memory: Runtime, shape: Shape, budget: int, guessing: bool) -> None:
         self._memory, self._model, self._family = memory, memory.model, memory.family
-        self._tree, self._budget, self.guessing = memory.prefixes, budget, guessing
+        self._tree, self.guessing = memory.prefixes, guessing
+        self._room = self._budget = budget  # for all of memory, and for what runs at a time
         self.shape, self.decoder = shape, LanguageModel(memory.model, memory.family, shape)
         self.lanes = Lanes(memory.model, shape, budget)
         self.answers, self._costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
@@ -118,6 +119,7 @@ class Engine:
     def serve(self, running: int, piece: int, tokens: int | None) -> None:
         """Set the bounds for sequences that are computed together."""
         self.max_running, self.piece = running, piece
+        self._budget = self._room
         if tokens is not None:
             column, state = self.bytes_per_token
             self._budget = tokens * column + running * state

@@ -1,1 +1,1 @@
-"""Passes over segments of sequences: lanes, guessed tokens, sampling, text."""
+"""Passes over stretches of sequences: lanes, guessed tokens, sampling, text."""

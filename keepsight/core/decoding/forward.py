@@ -26,7 +26,7 @@ from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import CacheLayer, Inputs
 from keepsight.models.families import Family
-from keepsight.models.families.pixels import Part
+from keepsight.models.families.pixels import Part, embedding_of
 from keepsight.models.no_gradients import quietly
 from keepsight.models.renamed import with_cache
 from keepsight.prefix.prompt import Prompt
@@ -244,7 +244,7 @@ def _cache(layers: list[CacheLayer]) -> DynamicCache:
 
 def ordinary_ids(model: PreTrainedModel, family: Family, count: int) -> np.ndarray:
     """Token ids of ordinary text, for trials."""
-    size = model.get_input_embeddings().num_embeddings
+    size = embedding_of(model).num_embeddings
     kept = set(family.placeholders.values())
     some = (np.arange(count * 2) * 7919 + 11) % size
     return np.array([one for one in some if one not in kept][:count], dtype=np.int64)

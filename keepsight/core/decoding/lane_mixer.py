@@ -1,7 +1,7 @@
 """A layer of a lane with a state of fixed size: a convolution or a gated delta rule.
 
-If passes are cut at boundaries it behaves as in Transformers. If any cut is exact it holds the last
-inputs of its convolution, the state at the last chunk start, and the rows after it.
+In passes without our kernels it behaves as in Transformers. In others it holds the last inputs of
+its convolution, the state at the last chunk start, and the rows after it.
 """
 
 from __future__ import annotations

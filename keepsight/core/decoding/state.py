@@ -2,9 +2,8 @@
 
 A lane is the memory of one running sequence: a Transformers cache whose full-attention layers live
 in preallocated buffers at fixed addresses. Nothing is copied as a sequence grows, and a compiled or
-batched step can run on it later. A snapshot is what the tree keeps of a lane at a boundary: for
-full layers the keys and values since the parent boundary; for sliding, linear and convolution
-layers their whole fixed-size state.
+batched step can run on it later. A snapshot is what the tree keeps of a lane: for full layers
+keys and values of a stretch, for layers with a state of fixed size this state, whole.
 
 Only `Shape` decides which cuts are valid: if any layer has a fixed-size state, a prompt can only be
 continued where such a state was captured.

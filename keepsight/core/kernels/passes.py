@@ -24,7 +24,7 @@ from keepsight.core.kernels.linear import Linears
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
-if hasattr(functional, "grouped_mm"):  # not in torch 2.9, where boundaries are used for experts
+if hasattr(functional, "grouped_mm"):  # not in torch 2.9
     _stock_grouped: Callable[..., torch.Tensor] = functional.grouped_mm
 _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid

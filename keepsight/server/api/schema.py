@@ -308,8 +308,8 @@ NAMED: dict[str, str] = {
     "metadata": "answers of this API are not stored, so there is nothing to attach it to",
     "moderation": "there is no moderation model here",
     "prediction": "predicted outputs are not supported",
-    "prompt_cache_options": "the cache keeps by usefulness; see /v1/prepare",
-    "prompt_cache_retention": "the cache keeps by usefulness; see the server's --ttl",
+    "prompt_cache_options": "what was used last is kept; see /v1/prepare",
+    "prompt_cache_retention": "what was used last is kept; see the server's --ttl",
     "store": "answers of this API are not stored; see /v1/responses",
     "verbosity": "this model has no such setting",
 }
