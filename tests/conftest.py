@@ -130,6 +130,7 @@ def _equal_models_are_tried_once(
             attention.QueryRows(*query_rows),
             in_graphs=found.kernels.in_graphs,
             whole_layers=found.kernels.whole_layers,
+            whole_steps=found.kernels.whole_steps,
         )
         kernels.linears.rows.update(rows)
         return dataclasses.replace(found, kernels=kernels)

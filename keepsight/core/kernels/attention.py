@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-_plain = functional.scaled_dot_product_attention
+_plain = _in_scripts = functional.scaled_dot_product_attention
 BLOCK = 512  # keys the kernel reads at a time
 _STEP, _FAR_STEP = 128, 256  # keys are read in multiples of these: near the first key, and far
 _FAR = 2048  # keys from which on few calls are worth more than few keys
@@ -390,7 +390,7 @@ def attend_plainly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Torch's own kernel, for scripts."""
-    return _plain(query, key, value, mask, 0.0, False, scale=scale)
+    return _in_scripts(query, key, value, mask, 0.0, False, scale=scale)
 
 
 def seen_by_the_last(layer: LaneBuffers, length: int, count: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ reason.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -47,6 +48,8 @@ from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
 from keepsight.models.weights import Weights
 from keepsight.store.contract import Store
+
+logger = logging.getLogger(__name__)
 
 TOKENS = 46  # tokens of the test prompt
 CUTS = (1, 4, 9, 24, 45)  # where the test prompt is cut
@@ -329,7 +332,11 @@ class AnyCut:
     ) -> bool:
         """Whether short passes give the same without the modules of the model."""
         kernels.whole_steps = True
-        found, steps = self._states(kernels, ids, self._cuts), self._decoder.steps
+        try:
+            found, steps = self._states(kernels, ids, self._cuts), self._decoder.steps
+        except Exception as error:  # another torch may compile no such script
+            logger.info("short passes run by the model's modules: %s", error)
+            return False
         return steps is not None and steps.passes > 0 and equal(wanted, found)
 
     def _equal_beside_others(
