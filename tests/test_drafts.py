@@ -262,3 +262,25 @@ def test_nothing_is_guessed_for_pictures_nor_across_answers() -> None:
     agreeing, following = drafts._latest(said, where)
     assert agreeing == 2 and following.tolist() == []
     assert drafts._latest(said, where[:4])[1].tolist() == [9]
+
+
+def test_a_reply_that_ends_inside_of_guesses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = build("qwen3_vl")
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+    guessed = list[int]()
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        tokens = [piece.token for piece in vlm.stream(CHAT, **how)]
+    end = next(token for place, token in enumerate(tokens) if place > 2 and token not in tokens[:3])
+
+    def guess(self: Guesses, generated: list[int]) -> list[int]:
+        guessed.append(len(generated))
+        return tokens[len(generated) : len(generated) + 6]
+
+    monkeypatch.setattr(Guesses, "next", guess)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", end)
+    kept = list[Any]()
+    for drafts_on in (True, False):
+        with ks.wrap(model, processor, drafts=drafts_on) as vlm:
+            assert len(vlm.chat(CHAT, do_sample=False, max_new_tokens=12).tokens) < 12
+            kept.append(vlm.stats()["prefix"])
+    assert guessed and kept[0] == kept[1]

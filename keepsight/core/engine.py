@@ -606,12 +606,15 @@ class Engine:
         if seq.changed or self._out_of_date(seq):
             seq.changed = True
             return
-        end = min(lane.length, len(seq.prompt) + len(seq.generated))
+        end = len(seq.prompt) + max(0, len(seq.generated) - 1)  # the last token was not read
+        if lane.length > end and not self.shape.has_states:
+            lane.rewind(end)  # guesses behind the end of the answer
+        end = lane.length
         if self._tree.is_forgotten(node, seq.prompt, seq.since):
             return
         if seq.sampler is not None:
             self.answers.add(seq.tenant, seq.prompt, seq.generated)
-        if end > node.end and lane.length == end:
+        if end > node.end:
             self._insert(seq, seq.whole(end), end, None, 0.0)
 
     def _finish(self, seq: Sequence, error: BaseException | None = None) -> None:
