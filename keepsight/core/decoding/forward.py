@@ -128,8 +128,12 @@ class LanguageModel:
         self, segments: Sequence[Stretch], kernels: Kernels
     ) -> list[torch.Tensor | None] | None:
         """A pass over a few tokens of text, as one script; None where modules have to run."""
-        if any(one.media or self._own_inputs(one) for one in segments):
-            return None
+        own = set(self._family.placeholders.values())  # which the model may treat in its own way
+        for one in segments:
+            if one.media or self._own_inputs(one) or not own.isdisjoint(one.ids.tolist()):
+                return None
+            if self._family.feature_inputs([], torch.from_numpy(one.ids)[None]):
+                return None
         if not self._looked:
             self.steps, self._looked = Steps.of(self._model), True
         if self.steps is None:
