@@ -10,6 +10,7 @@ from models import build, stock_inputs, turn
 
 import keepsight as ks
 
+pytestmark = pytest.mark.tries_anew
 LLAMAS = ("qwen3_vl", "llava", "internvl")
 MESSAGES = [turn("Which one is nearer, and why?")]
 TOKENS: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}

@@ -104,7 +104,7 @@ class Steps:
         positions = torch.cat([one.positions for one in segments], -1)
         positions = positions[1:] if len(positions) == 4 else positions  # the first is of the text
         cos, sin = self._decoder.rotary_emb(hidden[None], positions)
-        if cos.dim() != 3 or cos.shape[-1] != width:
+        if hidden.dtype != keys_of[0][0].dtype or cos.dim() != 3 or cos.shape[-1] != width:
             return None
         sizes, scale = [queries, keys, width], first.attention.scaling
         norms = size_of(hidden.shape[1], first.sizes[4]), size_of(width, first.sizes[-1])
@@ -131,9 +131,10 @@ class Steps:
     def _weights(self, kernels: Kernels, count: int) -> list[Layer] | None:
         """All weights as the script takes them, looked at again only if one was exchanged."""
         packed = kernels.linears.packed()
-        now: list[object] = [
-            packed.get(id(one), one) for parts in self._layers for one in parts.weights()
-        ]
+        weights = [one for parts in self._layers for one in parts.weights()]
+        if any(one is not None and one.dtype != self._layers[0].dtype for one in weights):
+            return None  # it was cast: the modules say what follows from that
+        now: list[object] = [packed.get(id(one), one) for one in weights]
         rows = count, kernels.linears.few
         known = self._known.get(rows)
         if known is not None and len(known[0]) == len(now) and all(map(is_, known[0], now)):
