@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from models import build, stock_inputs, turn
+from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 
@@ -50,3 +51,63 @@ def test_a_hook_of_a_layer_sees_every_token() -> None:
         hook.remove()
     assert before > 0
     assert len(seen) == len(rest) - 2 >= 8  # one token was computed, and the last is not read
+
+
+def _scale(model: Any) -> None:
+    model.get_decoder().layers[1].self_attn.scaling *= 1.7
+
+
+def _exchange_layers(model: Any) -> None:
+    layers = model.get_decoder().layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _hook_a_layer(model: Any) -> None:
+    model.get_decoder().layers[1].register_forward_hook(lambda module, args, out: out * 1.3)
+
+
+def _replace_a_method(model: Any) -> None:
+    layer = model.get_decoder().layers[1]
+    forward = layer.forward
+    layer.forward = lambda *given, **named: forward(*given, **named) * 1.2
+
+
+def _hook_the_positions(model: Any) -> None:
+    rotary = model.get_decoder().rotary_emb
+    rotary.register_forward_hook(lambda module, args, out: (out[0] * 1.3, out[1]))
+
+
+def _exchange_the_head(model: Any) -> None:
+    old = model.lm_head
+    model.lm_head = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+
+
+def _exchange_halves(model: Any) -> None:
+    mlp = model.get_decoder().layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def _write_a_norm(model: Any) -> None:
+    with torch.no_grad():
+        model.get_decoder().layers[1].post_attention_layernorm.weight.mul_(2.0)
+
+
+CHANGES = [
+    *(_scale, _exchange_layers, _hook_a_layer, _replace_a_method, _hook_the_positions),
+    *(_exchange_the_head, _exchange_halves, _write_a_norm),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_two_calls_is_seen(change: Any) -> None:
+    model, processor = copy.deepcopy(build("qwen3_vl")[0]), build("qwen3_vl")[1]
+    inputs = stock_inputs(processor, [turn("What is it?", picture(1))])
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        before = vlm.generate(**inputs, **ASKED)
+        assert _steps(vlm) > 0
+        change(model)
+        after = vlm.generate(**inputs, **ASKED)
+    assert not torch.equal(before.logits[-1], after.logits[-1])
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        afresh = vlm.generate(**inputs, **ASKED)
+    assert all(map(torch.equal, after.logits, afresh.logits))

@@ -59,7 +59,8 @@ class Steps:
             *(self._decoder._modules[name] for name in _PARTS),
             self._head,
         ]
-        self._known: dict[tuple[int, int], tuple[list[object], list[Layer]]] = {}  # by rows
+        self._held: list[object] = []  # weights, packed or plain, that `_known` was made of
+        self._known: dict[tuple[int, int], list[Layer]] = {}  # by rows
         self.passes = 0
 
     @classmethod
@@ -74,6 +75,8 @@ class Steps:
         ):
             return None
         if not all(map(is_llamas, layers)) or not hasattr(decoder.norm, "variance_epsilon"):
+            return None
+        if any(layer.self_attn.layer_idx != place for place, layer in enumerate(layers)):
             return None
         found = cls(model)
         return found if len({parts.sizes for parts in found._layers}) == 1 else None
@@ -106,11 +109,21 @@ class Steps:
         cos, sin = self._decoder.rotary_emb(hidden[None], positions)
         if hidden.dtype != keys_of[0][0].dtype or cos.dim() != 3 or cos.shape[-1] != width:
             return None
-        sizes, scale = [queries, keys, width], first.attention.scaling
-        norms = size_of(hidden.shape[1], first.sizes[4]), size_of(width, first.sizes[-1])
-        lanes = keys_of, values_of, rows, masks
         with optimized_execution(False):  # fuse nothing
-            hidden = _script()(hidden, cos, sin, layers, *lanes, scale, sizes, *norms)
+            hidden = _script()(
+                hidden,
+                cos,
+                sin,
+                layers=layers,
+                keys=keys_of,
+                values=values_of,
+                rows=rows,
+                masks=masks,
+                scale=first.attention.scaling,
+                sizes=[queries, keys, width],
+                of_rows=size_of(hidden.shape[1], first.sizes[5]),
+                of_heads=size_of(width, first.sizes[-1]),
+            )
         for one in segments:
             for layer in one.lane.cache.layers:
                 layer.advance(len(one.ids))
@@ -135,16 +148,17 @@ class Steps:
         if any(one is not None and one.dtype != self._layers[0].dtype for one in weights):
             return None  # it was cast: the modules say what follows from that
         now: list[object] = [packed.get(id(one), one) for one in weights]
+        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
+            self._held, self._known = now, {}
         rows = count, kernels.linears.few
-        known = self._known.get(rows)
-        if known is not None and len(known[0]) == len(now) and all(map(is_, known[0], now)):
-            return known[1]
+        if rows in self._known:
+            return self._known[rows]
         layers = [_layer(parts, kernels, count) for parts in self._layers]
         found = [one for one in layers if one is not None]
         if len(found) < len(layers):
             return None
         if not any(parts.qkv[0].bias is not None for parts in self._layers):  # these are joined
-            self._known[rows] = now, found
+            self._known[rows] = found
         return found
 
     def _stand(self) -> bool:

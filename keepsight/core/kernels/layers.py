@@ -78,7 +78,7 @@ class Parts:
             for name, part in home._modules.items()
             if part is not None
         ]
-        self._modules = [part for _, _, part in self._inside]
+        self._modules = [layer, *(part for _, _, part in self._inside)]
         self.layer, self.attention, self.width = layer, layer.self_attn, layer.self_attn.head_dim
         self.qkv = [self.attention._modules[name] for name in _ATTENTION[:3]]
         self.both, self.down = [layer.mlp.gate_proj, layer.mlp.up_proj], [layer.mlp.down_proj]
@@ -96,9 +96,11 @@ class Parts:
 
     @property
     def sizes(self) -> tuple[float, ...]:
-        """Heads of queries and of keys, their width, the gated layer's, and what norms add."""
+        """Heads of queries and of keys, their width, the gated layer's, the scale of attention, and
+        what norms add."""
         norms = [one.variance_epsilon for one in (self.first, self.second, *self.norms)]
-        return self.queries, self.keys, self.width, self.both[0].out_features, *norms
+        heads = self.queries, self.keys, self.width
+        return *heads, self.both[0].out_features, self.attention.scaling, *norms
 
     def stand(self) -> bool:
         """Whether nothing was exchanged, and no part has a hook or a replaced method."""
