@@ -281,6 +281,7 @@ def test_a_reply_that_ends_inside_of_guesses_is_remembered(monkeypatch: pytest.M
     kept = list[Any]()
     for drafts_on in (True, False):
         with ks.wrap(model, processor, drafts=drafts_on) as vlm:
-            assert len(vlm.chat(CHAT, do_sample=False, max_new_tokens=12).tokens) < 12
+            reply = vlm.chat(CHAT, do_sample=False, max_new_tokens=12)
+            assert len(reply.tokens) < 12 and bool(reply.usage.drafted_tokens) == drafts_on
             kept.append(vlm.stats()["prefix"])
     assert guessed and kept[0] == kept[1]

@@ -176,14 +176,16 @@ class Engine:
             raise KeepsightError("a decoded token came back without logits")
         guessed, right = segment.ids[1:].tolist(), 0
         for row in range(count):
-            token = self._take(seq, logits[row : row + 1])
-            if seq.ended or row == len(guessed) or token != guessed[row]:
+            token, over = self._take(seq, logits[row : row + 1])
+            if over or row == len(guessed) or token != guessed[row]:
                 break
             right += 1
         if seq.guesses is not None:
             seq.guesses.checked(len(guessed), right, seconds)
-        if not seq.ended and right < len(guessed) and seq.lane is not None:
+        if right < len(guessed) and seq.lane is not None:
             seq.lane.rewind(seq.lane.length - (len(guessed) - right))
+        if over:
+            self._finish(seq)
 
     def _read(self, seq: Sequence, logits: torch.Tensor | None, cost: float, whole: bool) -> None:
         """Remember what was read of a prompt, and choose the first token at its end."""
@@ -219,10 +221,12 @@ class Engine:
             earlier = self.answers.of(seq.tenant)
             of = (seq.prompt, earlier, self._costs, seq.room, seq.tally)
             seq.guesses = Guesses(*of)
-        self._take(seq, logits)
+        _, over = self._take(seq, logits)
+        if over:
+            self._finish(seq)
 
-    def _take(self, seq: Sequence, logits: torch.Tensor) -> int:
-        """Choose a token and hand out its text."""
+    def _take(self, seq: Sequence, logits: torch.Tensor) -> tuple[int, bool]:
+        """Choose a token and hand out its text; whether it ends the answer."""
         if seq.sampler is None:
             raise KeepsightError("this sequence was begun without sampling")
         token = seq.sampler.take(logits)
@@ -234,9 +238,7 @@ class Engine:
             text = seq.detokenizer.push(token)
             over |= seq.detokenizer.stopped  # Transformers' criterion misses some in a token
         seq.pieces.append(Piece(text, token))
-        if over:
-            self._finish(seq)
-        return token
+        return token, over
 
     # -- which segments ----------------------------------------------------------------------------
 
@@ -606,9 +608,6 @@ class Engine:
         if seq.changed or self._out_of_date(seq):
             seq.changed = True
             return
-        end = len(seq.prompt) + max(0, len(seq.generated) - 1)  # the last token was not read
-        if lane.length > end and not self.shape.has_states:
-            lane.rewind(end)  # guesses behind the end of the answer
         end = lane.length
         if self._tree.is_forgotten(node, seq.prompt, seq.since):
             return
