@@ -192,15 +192,11 @@ class QueryRows:
         return self.fillings[heads]
 
 
-class Attention:
-    """The attention of one pass; layers with the same view share their masks."""
+class _OverLanes:
+    """What the layers of one pass wrote to their lanes."""
 
-    def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
-        self._query_rows, self._doubts = query_rows, doubts
+    def __init__(self) -> None:
         self._held: dict[int, _BufferedKeys] = {}
-        self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
-        self._pieces: dict[tuple[object, ...], tuple[torch.Tensor | None, list[_Piece]]] = {}
-        self._room = _KEPT
 
     def note(
         self,
@@ -211,6 +207,17 @@ class Attention:
     ) -> None:
         """Note the buffers of the keys and values that the next attention call reads."""
         self._held[id(keys)] = _BufferedKeys(keys, values, layers, edges)
+
+
+class Attention(_OverLanes):
+    """The attention of one pass; layers with the same view share their masks."""
+
+    def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
+        super().__init__()
+        self._query_rows, self._doubts = query_rows, doubts
+        self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
+        self._pieces: dict[tuple[object, ...], tuple[torch.Tensor | None, list[_Piece]]] = {}
+        self._room = _KEPT
 
     def __call__(
         self,
@@ -326,21 +333,8 @@ class Attention:
         return mask
 
 
-class LaneAttention:
+class LaneAttention(_OverLanes):
     """Torch's attention for sequences laid end to end, each over its own lane: to rounding."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, _BufferedKeys] = {}
-
-    def note(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layers: Sequence[LaneBuffers],
-        edges: Edges | None = None,
-    ) -> None:
-        """Note the buffers of the keys and values that the next attention call reads."""
-        self._held[id(keys)] = _BufferedKeys(keys, values, layers, edges)
 
     def __call__(
         self,
