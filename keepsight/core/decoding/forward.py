@@ -149,6 +149,8 @@ class LanguageModel:
     def _agree(self, steps: Steps, kernels: Kernels) -> bool:
         """Whether short passes have the bits of the modules, as the model is now: a finding may be
         of an earlier process, or older than a setting that code of the model reads."""
+        if not steps.stand():
+            return False  # who listens hears of answers only
         found = list[list[torch.Tensor | None]]()
         for self.steps in (None, steps):
             lane, ends = Lane(self._model, self.shape), (5, 6, 9)

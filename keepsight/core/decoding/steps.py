@@ -87,7 +87,7 @@ class Steps:
         """The logits that each segment asked for; None where the modules have to run."""
         first, count = self._layers[0], sum(len(one.ids) for one in segments)
         queries, keys, width, inner = (int(one) for one in first.sizes[:4])
-        if count > _MOST or not fills_vectors(count * inner) or not self._stand():
+        if count > _MOST or not fills_vectors(count * inner) or not self.stand():
             return None
         heads = queries, keys, width, first.dtype
         rows, masks, start = list[Rows](), list[torch.Tensor](), 0
@@ -161,7 +161,7 @@ class Steps:
             self._known[rows] = found
         return found
 
-    def _stand(self) -> bool:
+    def stand(self) -> bool:
         """Whether all parts are those that were looked at, and nobody listens at them."""
         now = self._decoder.layers._modules.values()
         return (
