@@ -53,6 +53,16 @@ def test_a_hook_of_a_layer_sees_every_token() -> None:
     assert len(seen) == len(rest) - 2 >= 8  # one token was computed, and the last is not read
 
 
+def test_a_model_once_asked_for_hidden_states_decodes_as_fast() -> None:
+    model, processor = copy.deepcopy(build("qwen3_vl")[0]), build("qwen3_vl")[1]
+    inputs = stock_inputs(processor, MESSAGES)
+    model.generate(**inputs, **TOKENS, output_hidden_states=True, return_dict_in_generate=True)
+    assert model.get_decoder().layers[0]._forward_hooks, "Transformers leaves none any more"
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        vlm.chat(MESSAGES, **TOKENS)
+        assert _steps(vlm) > 0
+
+
 def _scale(model: Any) -> None:
     model.get_decoder().layers[1].self_attn.scaling *= 1.7
 

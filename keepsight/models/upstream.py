@@ -26,6 +26,16 @@ from keepsight.kinds import Decoded, Inputs, Message, Options, Processor, Record
 from keepsight.models.private import PrivateApi
 from keepsight.models.tested import refuse_unknown
 
+# Hooks that only record what passes: Transformers leaves them on a model that was once asked for
+# hidden states.
+SILENT_HOOKS = frozenset(
+    {
+        ("transformers.utils.output_capturing", "output_capturing_hook"),
+        ("transformers.modeling_utils", "make_inputs_require_grads"),
+        ("peft.utils.other", "make_inputs_require_grad"),
+    }
+)
+
 TorchFunction = OpOverload
 Args = tuple[object, ...]
 

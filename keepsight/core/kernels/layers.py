@@ -23,6 +23,7 @@ from keepsight.core.kernels import passes
 from keepsight.core.kernels.elementwise import fills_vectors, in_whole_vectors
 from keepsight.core.kernels.linear import Linears, hooks_on_all
 from keepsight.models.renamed import NEW, OLD
+from keepsight.models.upstream import SILENT_HOOKS
 
 Layer = Any  # a module of Transformers and the arguments of its call
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -116,9 +117,18 @@ def is_quiet(modules: Sequence[torch.nn.Module]) -> bool:
         return False
     for one in modules:
         held = one.__dict__
-        if held["_forward_hooks"] or held["_forward_pre_hooks"] or "forward" in held:
+        hooks = held["_forward_hooks"] or held["_forward_pre_hooks"]
+        if "forward" in held or (hooks and not _are_silent(held)):
             return False
     return True
+
+
+def _are_silent(held: dict[str, Any]) -> bool:
+    hooks = [*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()]
+    return all(
+        (getattr(one, "__module__", ""), getattr(one, "__name__", "")) in SILENT_HOOKS
+        for one in hooks
+    )
 
 
 def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

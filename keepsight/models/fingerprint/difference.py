@@ -54,12 +54,6 @@ _ELSEWHERE = frozenset({"_compiled_call_impl"})  # handled by `compiled.py`
 _PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # set by accelerate on a module
 # Methods that move a model; accelerate makes them warn for a model spread over devices.
 _MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
-# Hooks of Transformers that only record what passes.
-_SILENT = {
-    ("transformers.utils.output_capturing", "output_capturing_hook"),
-    ("transformers.modeling_utils", "make_inputs_require_grads"),
-    ("peft.utils.other", "make_inputs_require_grad"),
-}
 _NOISE = ("drop", "jitter", "noise")
 
 Row = tuple[str, Plain]  # the path of a module, and how it differs
@@ -216,7 +210,7 @@ def is_silent(key: object, hook: object) -> bool:
     if type(function) is not FunctionType or not functions.is_library(function):
         return False
     module, name = functions.place_of(function)[:2]
-    return (module, name.rpartition(".")[2]) in _SILENT
+    return (module, name.rpartition(".")[2]) in upstream.SILENT_HOOKS
 
 
 def _is_of_accelerate(value: object) -> bool:
