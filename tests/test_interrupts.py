@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import turn
+from models import picture, turn
 
 import keepsight as ks
 
@@ -123,6 +123,24 @@ def interrupt(rounds: int, seed: int) -> None:
 
 def test_interrupts_at_random_moments() -> None:
     interrupt(ROUNDS, seed=0)
+
+
+def test_an_interrupt_while_a_prefix_is_prepared_leaves_nothing_held(
+    demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with ks.wrap(*demo_parts["demo"]) as vlm:
+        vlm.prepare([turn("What is it?", picture(1))])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(vlm.model.base_model.visual, "forward", interrupted)
+            vlm.prefix([turn("What is it?", picture(1), picture(2))])
+        vlm.prepare([turn("And this?")])
+        vlm.clear()
+        told = vlm.stats()["prefix"]
+        assert [told[name] for name in ("bytes", "held_bytes", "lane_bytes")] == [0, 0, 0]
+        vlm.runtime.check()
 
 
 # Python swallows what is raised while an object is dropped.

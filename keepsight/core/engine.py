@@ -672,7 +672,9 @@ class Engine:
                 if not forgotten:  # else it holds states that must not be kept
                     self.lanes.give_back(lane)
         finally:
-            if node is not None and not (seq.keeps_node and seq.ended and seq.error is None):
+            # Of a call that was interrupted nobody takes the node over.
+            whole = seq.ended and seq.error is None and not seq.cancelled
+            if node is not None and not (seq.keeps_node and whole):
                 seq.node = None
                 self._tree.release(node)
                 self._tree.settle()  # write evicted entries now, not before an answer
