@@ -129,7 +129,6 @@ def _equal_models_are_tried_once(
             linear.Linears(lambda: self.packing.packed),
             attention.QueryRows(*query_rows),
             in_graphs=found.kernels.in_graphs,
-            whole_layers=found.kernels.whole_layers,
             whole_steps=found.kernels.whole_steps,
         )
         kernels.linears.rows.update(rows)

@@ -2,8 +2,8 @@
 
 A decoded token reads all weights; what Python does between two products comes on top, with cold
 caches. Here all layers are one call, which leaves the lock of the interpreter to other threads.
-The operations are those of `kernels/layers.py` and of our attention, in the same order, over the
-buffers of the lanes. A check at load shows that bits are equal; otherwise the modules run.
+The operations are those of the modules and of our attention, in the same order, over the buffers of
+the lanes. A check at load shows that bits are equal; otherwise the modules run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Steps:
             self._head,
         ]
         self._held: list[object] = []  # weights, packed or plain, that `_known` was made of
-        self._known: dict[tuple[int, int], list[Layer]] = {}  # by rows
+        self._known: dict[int, list[Layer]] = {}  # by rows
         self.passes = 0
 
     @classmethod
@@ -150,15 +150,14 @@ class Steps:
         now: list[object] = [packed.get(id(one), one) for one in weights]
         if len(now) != len(self._held) or not all(map(is_, now, self._held)):
             self._held, self._known = now, {}
-        rows = count, kernels.linears.few
-        if rows in self._known:
-            return self._known[rows]
+        if count in self._known:
+            return self._known[count]
         layers = [_layer(parts, kernels, count) for parts in self._layers]
         found = [one for one in layers if one is not None]
         if len(found) < len(layers):
             return None
         if not any(parts.qkv[0].bias is not None for parts in self._layers):  # these are joined
-            self._known[rows] = found
+            self._known[count] = found
         return found
 
     def stand(self) -> bool:

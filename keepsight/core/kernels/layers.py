@@ -1,48 +1,26 @@
-"""Decoder layers of the Llama kind without their modules: the same operations in the same order.
+"""Decoder layers of the Llama kind: their parts, and what lies between their products.
 
-A small model spends a third of a token between its modules. Here a layer is one function: queries,
-keys and values come from one product, and both are normed and turned together. It runs in the place
-of the layer's own code in passes with our kernels, where a check at load has shown equal bits, and
-where nobody listens at the layer's parts.
+The operations are those of the modules of Transformers, in the same order, but queries, keys and
+values come from one product, and queries and keys are normed and turned together.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.jit import optimized_execution  # type: ignore[attr-defined]
-from torch.nn import functional
 
-from keepsight.core.kernels import passes
-from keepsight.core.kernels.elementwise import fills_vectors, in_whole_vectors
-from keepsight.core.kernels.linear import Linears, hooks_on_all
-from keepsight.models.renamed import NEW, OLD
+from keepsight.core.kernels.linear import hooks_on_all
 from keepsight.models.upstream import SILENT_HOOKS
 
-Layer = Any  # a module of Transformers and the arguments of its call
+Layer = Any  # a module of Transformers
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_begun: set[type] = set()
-
-
-def begin(model: torch.nn.Module) -> None:
-    """Wrap the code of such layers: once per class, before it is first inspected."""
-    for kind in {type(module) for module in model.modules() if is_llamas(module)} - _begun:
-        _begun.add(kind)
-        kind.forward = _put_before(kind.forward)  # type: ignore[attr-defined]
-
-
-def are_in(model: torch.nn.Module) -> bool:
-    """Whether a model has such layers."""
-    return any(is_llamas(module) for module in model.modules())
 
 
 def is_llamas(layer: torch.nn.Module) -> bool:
@@ -131,60 +109,7 @@ def _are_silent(held: dict[str, Any]) -> bool:
     )
 
 
-def _put_before(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    known: weakref.WeakKeyDictionary[torch.nn.Module, Parts] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(stock)
-    def forward(
-        self: Layer, hidden_states: torch.Tensor, *given: Layer, **named: Layer
-    ) -> torch.Tensor:
-        linears = None if torch.compiler.is_compiling() else passes.for_whole_layers()
-        turns = named.get("position_embeddings")
-        if linears is None or given or turns is None or turns[0].dim() != 3:
-            return stock(self, hidden_states, *given, **named)
-        parts = known.get(self)
-        if parts is None or not parts.stand():
-            if not is_llamas(self):
-                return stock(self, hidden_states, **named)
-            parts = known[self] = Parts(self)
-        cache = next((named[name] for name in (NEW, OLD) if named.get(name) is not None), None)
-        room = None if cache is None else cache.layers[parts.attention.layer_idx]
-        fits = hasattr(room, "edges") and turns[0].shape[-1] == parts.width
-        if not fits or not parts.stand():
-            return stock(self, hidden_states, **named)
-        with passes.inside(), optimized_execution(False):  # fuse nothing
-            return _layer(parts, hidden_states[0], turns, room, linears)[None]
-
-    return forward
-
-
-def _layer(
-    parts: Parts, rows: torch.Tensor, turns: Sequence[torch.Tensor], room: Layer, linears: Linears
-) -> torch.Tensor:
-    work, count = _scripts(), len(rows)
-    size = size_of(rows.shape[1], parts.first.variance_epsilon)
-    normed = work.norm(rows, parts.first.weight, size)
-    joined = _product(linears, parts.qkv, normed)
-    weights = [norm.weight for norm in parts.norms]
-    of_heads = size_of(parts.width, parts.norms[0].variance_epsilon) if weights else []
-    sizes = [parts.queries, parts.keys, parts.width]
-    query, key, value = work.heads(joined, sizes, weights, of_heads, turns[0], turns[1])
-    key, value = room.update(key, value)
-    found = passes.attend(query, key, value, parts.attention.scaling)
-    seen = _product(linears, [parts.attention.o_proj], found[0].transpose(0, 1).reshape(count, -1))
-    size = size_of(rows.shape[1], parts.second.variance_epsilon)
-    rows, normed = work.add_and_norm(rows, seen, parts.second.weight, size)
-    both = _product(linears, parts.both, normed)
-    gate, up = both.split(parts.both[0].out_features, dim=-1)
-    if fills_vectors(gate.numel()):
-        gated = work.gate(gate, up)
-    else:
-        gate = in_whole_vectors(functional.silu, gate.reshape(-1, 1)).view(gate.shape)
-        gated = gate * up
-    return rows + _product(linears, parts.down, gated)
-
-
-# -- what lies between the products, without Python between its operations -------------------------
+# -- what lies between the products: compiled as a script ------------------------------------------
 
 
 @functools.cache
@@ -229,35 +154,3 @@ def turn_heads(
     turned = turned.transpose(0, 1).unsqueeze(0)
     values = heads.narrow(1, queries + keys, keys).transpose(0, 1).unsqueeze(0)
     return turned.narrow(1, 0, queries), turned.narrow(1, queries, keys), values
-
-
-def _gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(gate.contiguous()) * up
-
-
-class Scripts(NamedTuple):
-    norm: Callable[..., torch.Tensor]
-    add_and_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    gate: Callable[..., torch.Tensor]
-
-
-@functools.cache
-def _scripts() -> Scripts:
-    """These functions as scripts. Torch would rather have them compiled, which fuses, and changes
-    bits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = [torch.jit.script(one) for one in (norm, add_and_norm, turn_heads, _gate)]
-    return Scripts(*made)
-
-
-def _product(
-    linears: Linears, layers: Sequence[torch.nn.Linear], rows: torch.Tensor
-) -> torch.Tensor:
-    """Linear layers that read the same rows, one after another."""
-    together = linears.joined(layers, rows)
-    if together is not None:
-        return together
-    found = [linears(rows, layer.weight, layer.bias) for layer in layers]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)

@@ -8,7 +8,6 @@ number; a call with more is split. Packed weights are also read faster.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +25,7 @@ _BETWEEN = (*range(36, 64, 4), *range(72, 128, 8), *range(144, 256, 16))
 FINE = tuple(sorted({*COARSE, *_BETWEEN}))
 _FEW = 32  # rows that are tried at more places
 _NARROW = 32  # numbers that are added
+FEW = 4  # rows per call of a packed layer: with fewer, MKL and oneDNN read the weights more slowly
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of this many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
@@ -103,11 +103,9 @@ class Linears:
         self.rows: dict[Shape, Rows | None] = {}
         self._tried = tried or {}  # shapes tried earlier
         self.doubts: list[str] = []
-        self.few = 1  # calls of packed layers with fewer rows take longer
         self.is_watched = False  # whether to check that inputs stay unchanged
         self.packed = packed
         self._held: _NotCalledYet | None = None
-        self._rules: weakref.WeakKeyDictionary[Packed, Rows] = weakref.WeakKeyDictionary()
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -140,7 +138,7 @@ class Linears:
             result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
         else:
             packed = known
-            result = rule.run(lambda rows: packed.run(rows, bias), flat, self.few)
+            result = rule.run(lambda rows: packed.run(rows, bias), flat, FEW)
         return result.view(*input.shape[:-1], out)
 
     def _piece(
@@ -165,22 +163,6 @@ class Linears:
         self._held = _NotCalledYet(known, input, pieces, copy)
         return found
 
-    def joined(self, layers: Sequence[torch.nn.Linear], rows: torch.Tensor) -> torch.Tensor | None:
-        """The results of layers that read the same rows, side by side, if they are packed so."""
-        known = self.packed().get(id(layers[0].weight))
-        if known is None or len(known.weights) != len(layers) or rows.dtype != known.dtype:
-            return None
-        if known.weights[-1] is not layers[-1].weight:
-            return None
-        rule = self._rules.get(known)
-        if rule is None:
-            found = self._rule(known.shape)
-            if found is None:
-                return None
-            rule = self._rules[known] = found
-        bias = known.bias
-        return rule.run(lambda some: known.run(some, bias), rows.contiguous(), self.few)
-
     def read(self, layers: Sequence[torch.nn.Linear], count: int) -> Read | None:
         """How a script computes layers that read the same `count` rows; None if it cannot."""
         known = self.packed().get(id(layers[0].weight))
@@ -188,7 +170,7 @@ class Linears:
             rule = self._rule(known.shape)
             if rule is None or count > rule.most or known.weights[-1] is not layers[-1].weight:
                 return None
-            rows, kernel = rule.fill(max(count, self.few)), _KERNELS.index(known.kernel)
+            rows, kernel = rule.fill(max(count, FEW)), _KERNELS.index(known.kernel)
             return [known.tensor], [known.sized], [known.bias], [rows], kernel
         weights: list[torch.Tensor] = [one.weight for one in layers]
         biases: list[torch.Tensor | None] = [one.bias for one in layers]

@@ -42,8 +42,7 @@ class Kernels:
     query_rows: attention.QueryRows = field(default_factory=attention.QueryRows)
     doubts: list[str] = field(default_factory=list)  # what was met without a trial
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
-    whole_layers: bool = False  # layers run without their modules: shown to give equal bits
-    whole_steps: bool = False  # and so do a few tokens of text through all of them
+    whole_steps: bool = False  # a few tokens run without modules: shown to give equal bits
     in_graphs: bool = False  # of another runtime: torch functions stay
     ready: Callable[[], None] = _no_preparation  # called before each pass
 
@@ -135,22 +134,6 @@ def attention_here() -> attention.AttentionFunction | None:
     """The attention of the running pass, in which a layer notes its buffers; None outside."""
     call = _call()
     return None if call is None else call.attention
-
-
-def for_whole_layers() -> Linears | None:
-    """The linear layers of this pass, if layers run without their modules in it."""
-    kernels = _with_kernels()
-    return kernels.linears if kernels is not None and kernels.whole_layers else None
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attention of the running pass over what was just written to its lanes."""
-    call = _call()
-    if call is None:
-        raise RuntimeError("attention over lanes outside of a pass")
-    return call.attention(query, key, value, None, False, scale)
 
 
 def _linear(

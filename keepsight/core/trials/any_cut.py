@@ -23,10 +23,9 @@ from transformers import PreTrainedModel
 from keepsight import digests
 from keepsight.core.decoding.forward import LanguageModel, ordinary_ids
 from keepsight.core.decoding.lane_mixer import MixerLayer
-from keepsight.core.kernels import layers, mixers
+from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
-from keepsight.core.kernels.few_rows import fewest_rows
 from keepsight.core.kernels.linear import Linears, kernels_for, rows_agree
 from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
@@ -85,7 +84,6 @@ class AnyCut:
         store: Store | None = None,
     ) -> None:
         mixers.begin(model)
-        layers.begin(model)
         self._store = store
         self._model, self._family, self._decoder = model, family, decoder
         self._weights = weights
@@ -116,11 +114,7 @@ class AnyCut:
         if name not in self._found:
             while len(self._found) >= _MOST:
                 self._found.pop(next(iter(self._found)))
-            found = self._recalled(name) or self._tried(name, environment)
-            self._found[name] = found
-            if found.kernels is not None:  # never from a store: the machine may have been busy
-                linears = found.kernels.linears
-                linears.few = fewest_rows(self.packing.packed.values(), linears.rows)
+            self._found[name] = self._recalled(name) or self._tried(name, environment)
         found = self._found[name]
         if found.kernels is not None and (doubts := self._doubts(found.kernels)):
             found = self._found[name] = Finding(None, doubts[0])
@@ -135,11 +129,8 @@ class AnyCut:
             self.packing.follow(self._groups(), environment)
 
     def stats(self) -> Record:
-        """Bytes of packed copies, and the fewest rows of their calls."""
-        # Copied: another thread may be adding to them.
-        kernels = [known.kernels for known in list(self._found.values()) if known.kernels]
-        few = max((one.linears.few for one in kernels), default=1)
-        return {"packed_bytes": self.packing.nbytes, "fewest_rows": few}
+        """Bytes of packed copies."""
+        return {"packed_bytes": self.packing.nbytes}
 
     def _name(self, environment: Record) -> str:
         """The name of a finding: everything it depends on except the machine."""
@@ -274,10 +265,7 @@ class AnyCut:
             return doubts[0]
         if not kernels.query_rows.fillings:
             return "its attention is computed by its own functions"
-        kernels.whole_layers = layers.are_in(self._model)
-        if kernels.whole_layers:
-            kernels.whole_layers = equal(wanted, self._states(kernels, ids, ()))
-        kernels.whole_steps = kernels.whole_layers and self._steps_are_equal(kernels, ids, wanted)
+        kernels.whole_steps = self._steps_are_equal(kernels, ids, wanted)
         if why := self._mixers_fail(kernels):
             return why
         if why := self._unlike_stock(wanted[-1].float(), ids):

@@ -25,7 +25,7 @@ from keepsight.kinds import Record
 from keepsight.store.contract import Store
 
 _KIND = "kernels"
-_FORMAT = 4  # 3 did not know whether steps run without modules
+_FORMAT = 5
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 # Facts that Linux reports about a processor and that do not change while it runs.
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
@@ -63,7 +63,6 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
             return Noted(Finding(None, why), packing)
         query_rows = QueryRows(bool(note["windows"]), _paddings(note["heads"]))
         kernels = Kernels(Linears(packed), query_rows, in_graphs=bool(note["in graphs"]))
-        kernels.whole_layers = bool(note["whole layers"])
         kernels.whole_steps = bool(note["whole steps"])
         kernels.linears.rows.update(_rules(note["rows"]))
         names = tuple(_text(one) for one in note["names"])
@@ -79,7 +78,6 @@ def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> N
     found = finding.kernels
     note: Record = {"why": finding.why, "names": list(finding.names), "packing": _lines(packing)}
     note["rows"] = [] if found is None else _lines(found.linears.rows)
-    note["whole layers"] = found is not None and found.whole_layers
     note["whole steps"] = found is not None and found.whole_steps
     note["in graphs"] = found is not None and found.in_graphs
     known = QueryRows() if found is None else found.query_rows
