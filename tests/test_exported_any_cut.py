@@ -20,7 +20,7 @@ from test_exact import Catch
 from torch import Tensor
 
 import keepsight as ks
-from keepsight.core.trials import graph_trial
+from keepsight.core.trials.any_cut import AnyCut
 from keepsight.runtimes.onnx import OnnxSession
 from keepsight.scheduler import Together
 
@@ -204,17 +204,17 @@ def test_what_was_found_is_kept_in_the_store_and_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
-    fails = graph_trial.GraphTrial.fails
+    fails = AnyCut._graphs_fail
 
-    def counted(self: Any) -> str:
+    def counted(self: AnyCut, *given: Any) -> str:
         tried.append("")
-        return fails(self)
+        return fails(self, *given)
 
-    monkeypatch.setattr(graph_trial.GraphTrial, "fails", counted)
+    monkeypatch.setattr(AnyCut, "_graphs_fail", counted)
     for _ in range(2):
         with wrapped("qwen3_vl", store=tmp_path) as vlm:
             assert holds(vlm) and len(tried) == 1
             vlm.flush()
-    monkeypatch.setattr(graph_trial.GraphTrial, "agrees", lambda self: False)
+    monkeypatch.setattr(AnyCut, "_graphs_agree", lambda self, kernels: False)
     with wrapped("qwen3_vl", store=tmp_path) as vlm:
         assert holds(vlm) and len(tried) == 2

@@ -13,15 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Protocol
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from keepsight import digests
-from keepsight.core.decoding.forward import LanguageModel, ordinary_ids
+from keepsight.core.decoding.forward import LanguageModel
 from keepsight.core.decoding.lane_mixer import MixerLayer
 from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import KEYS_READ, USUAL, QueryRows
@@ -32,15 +30,8 @@ from keepsight.core.kernels.passes import Kernels
 from keepsight.core.settings import RuntimeSettings
 from keepsight.core.tolerance import NEAR
 from keepsight.core.trials import doubtful, findings
+from keepsight.core.trials.cuts import Computed, Cuts, equal
 from keepsight.core.trials.findings import Finding, Rules
-from keepsight.core.trials.graph_trial import (
-    GraphTrial,
-    ScratchRun,
-    equal,
-    states_of,
-    together,
-    tokens_of,
-)
 from keepsight.kinds import Record
 from keepsight.models.families import Family
 from keepsight.models.narrow import is_narrow
@@ -50,10 +41,15 @@ from keepsight.store.contract import Store
 
 logger = logging.getLogger(__name__)
 
-TOKENS = 46  # tokens of the test prompt
-CUTS = (1, 4, 9, 24, 45)  # where the test prompt is cut
-_TOKENS_ON_A_GRID = 145  # tokens of the test prompt where layers compute in chunks
-_CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
+# The test prompt in pieces: of all layers, of layers that compute in chunks too, and of graphs, at
+# each number of rows at which kernels are known to differ, and if a pass takes little time at more.
+_PIECES = (1, 3, 5, 15, 21, 1)
+_ON_A_GRID = (*_PIECES, *[1] * 21, 13, 1, 46, 2, 15, 1)
+_OF_GRAPHS = (*range(1, 18), 31, 33)
+_OF_LIGHT_GRAPHS = (*_OF_GRAPHS, *range(18, 31), 32, 63, 64, 65, 128)
+_LIGHT = 1 << 30  # bytes of weights that a pass reads
+_SINGLE = 33  # tokens at the end that graphs compute one by one: every place in a vector
+_AGAIN = (1, 2, 5, 16)  # pieces of the quick check of graphs that an earlier process tried
 _ALIKE = 0.3  # of the logits' norm: no more than rounding does by choosing other experts
 _OTHER_BITS = "the whole model gives other bits"
 _NOT_KNOWN = "its linear layers are not those known by their class name"
@@ -156,7 +152,7 @@ class AnyCut:
             return None if noted is None else noted.finding
         with quiet(self._model):
             if self._graphs is not None:
-                return noted.finding if self._trial(noted.finding.kernels).agrees() else None
+                return noted.finding if self._graphs_agree(noted.finding.kernels) else None
             agrees = all(
                 rows_agree(noted.finding.kernels.linears, layer)
                 for layer in {
@@ -217,8 +213,8 @@ class AnyCut:
         kernels = Kernels(linears, QueryRows(windows), in_graphs=self._graphs is not None)
         try:
             with quiet(self._model):
-                if kernels.in_graphs:
-                    why = self._trial(kernels).fails()
+                if self._graphs is not None:
+                    why = self._graphs_fail(kernels, self._graphs)
                     return Finding(None, why) if why else Finding(kernels, "", _AS_EXPORTED)
                 if why := self._fails(kernels):
                     return Finding(None, why + self._advice(why, kernels))
@@ -244,45 +240,50 @@ class AnyCut:
         ways = ["pack=True"] * plain + ["float32"] * (dtype != torch.float32)
         return f" ({' or '.join(ways)} may help)" if ways else ""
 
-    def _trial(self, kernels: Kernels) -> GraphTrial:
-        count = tokens_of(0 if self._graphs is None else self._graphs.decoder_bytes)
-        ids = ordinary_ids(self._model, self._family, count)
-        return GraphTrial(lambda ids: self._new(ids, kernels), ids)
+    def _cuts(self, count: int) -> Cuts:
+        return Cuts(self._model, self._family, self._decoder, count)
 
-    def _new(self, ids: np.ndarray, kernels: Kernels | None = None) -> ScratchRun:
-        return ScratchRun(self._model, self._family, self._decoder, ids, kernels)
+    def _graphs_fail(self, kernels: Kernels, graphs: Graphs) -> str:
+        """As `_fails`; nothing is known about the kernels of another runtime."""
+        light = graphs.decoder_bytes <= _LIGHT
+        pieces = _OF_LIGHT_GRAPHS if light else _OF_GRAPHS
+        count = sum(pieces)
+        cuts = self._cuts(count)
+        wanted = cuts.computed(kernels, [count])
+        for some in (pieces, pieces[::-1], [count - _SINGLE, *[1] * _SINGLE]):
+            if not cuts.are_equal(kernels, some, wanted):
+                return "its graphs give other bits when a prompt is cut"
+        if not cuts.are_equal_beside_others(kernels, wanted):
+            return "its graphs give other bits beside other sequences"
+        return ""
+
+    def _graphs_agree(self, kernels: Kernels) -> bool:
+        """Whether a finding of an earlier process still seems true."""
+        cuts = self._cuts(sum(_AGAIN))
+        return cuts.are_equal(kernels, _AGAIN, cuts.computed(kernels, [sum(_AGAIN)]))
 
     def _fails(self, kernels: Kernels) -> str:
         """What shows that bits depend on more than earlier tokens; empty if nothing does."""
-        count = _TOKENS_ON_A_GRID if self._on_a_grid else TOKENS
-        ids = ordinary_ids(self._model, self._family, count)
-        others: set[str] = set()
-        with doubtful.noted_in(others, len(ids)):
-            wanted = self._states(kernels, ids, ())
+        pieces = _ON_A_GRID if self._decoder.shape.has_states else _PIECES
+        cuts, others = self._cuts(sum(pieces)), set[str]()
+        with doubtful.noted_in(others, len(cuts.ids)):
+            wanted = cuts.computed(kernels, [len(cuts.ids)])
         if others:
             return f"results that depend on neighbouring rows come from {', '.join(sorted(others))}"
         if doubts := self._doubts(kernels):
             return doubts[0]
         if not kernels.query_rows.fillings:
             return "its attention is computed by its own functions"
-        kernels.whole_steps = self._steps_are_equal(kernels, ids, wanted)
+        kernels.whole_steps = self._steps_are_equal(kernels, cuts, pieces, wanted)
         if why := self._mixers_fail(kernels):
             return why
-        if why := self._unlike_stock(wanted[-1].float(), ids):
+        if why := self._unlike_stock(wanted[0][-1].float(), cuts):
             return why
-        if not equal(wanted, self._states(kernels, ids, self._cuts)):
+        if not cuts.are_equal(kernels, pieces, wanted):
             return f"{_OTHER_BITS} when a prompt is cut"
-        if not self._equal_beside_others(kernels, ids, wanted):
+        if self._family.decodes_together and not cuts.are_equal_beside_others(kernels, wanted):
             return f"{_OTHER_BITS} beside other sequences"
         return ""
-
-    @property
-    def _on_a_grid(self) -> bool:
-        return self._decoder.shape.has_states
-
-    @property
-    def _cuts(self) -> tuple[int, ...]:
-        return _CUTS_ON_A_GRID if self._on_a_grid else CUTS
 
     def _mixers_fail(self, kernels: Kernels) -> str:
         """What is wrong with fixed-size layers of the last pass; empty if nothing is."""
@@ -296,45 +297,24 @@ class AnyCut:
                 )
         return "" if mixers.are_upstreams(self._model, MixerLayer) else _NOT_KNOWN
 
-    def _unlike_stock(self, ours: torch.Tensor, ids: np.ndarray) -> str:
+    def _unlike_stock(self, ours: torch.Tensor, cuts: Cuts) -> str:
         """How the model's own logits differ from ours by more than rounding; empty if not."""
-        stock = self._states(None, ids, ())[-1].float()
-        near = NEAR.get(self._model.dtype, 0.0)
-        if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():
+        stock = cuts.computed(None, [len(cuts.ids)])[0][-1].float()
+        near, has_states = NEAR.get(self._model.dtype, 0.0), self._decoder.shape.has_states
+        if has_states and (ours - stock).abs().max() > near * stock.abs().max():
             return _NOT_KNOWN
         if (ours - stock).norm() > _ALIKE * stock.norm():
             return "it computes something else than our kernels"
         return ""
 
-    def _states(
-        self, kernels: Kernels | None, ids: np.ndarray, cuts: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Keys, values, states and logits of a prompt computed in the given pieces."""
-        run, logits = self._new(ids, kernels), torch.empty(0)
-        for start, stop in pairwise([0, *cuts, len(ids)]):
-            logits = run.go_on(stop - start)
-        return [*states_of(run.lane), logits[-1:]]
-
     def _steps_are_equal(
-        self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
+        self, kernels: Kernels, cuts: Cuts, pieces: Sequence[int], wanted: Computed
     ) -> bool:
         """Whether short passes give the same without the modules of the model."""
         kernels.whole_steps = True
         try:
-            found, steps = self._states(kernels, ids, self._cuts), self._decoder.steps
+            found, steps = cuts.computed(kernels, pieces), self._decoder.steps
         except Exception as error:  # another torch may compile no such script
             logger.info("short passes run by the model's modules: %s", error)
             return False
         return steps is not None and steps.passes > 0 and equal(wanted, found)
-
-    def _equal_beside_others(
-        self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
-    ) -> bool:
-        """Whether tokens get the same states when read and decoded beside other sequences."""
-        if not self._family.decodes_together:
-            return True
-        first, other = self._new(ids, kernels), self._new(ids, kernels)
-        logits = together([first, other], [len(ids) - 2, 5])
-        for _ in range(2):
-            logits = together([first, other], [1, 1])
-        return equal(wanted, [*states_of(first.lane), logits[0][-1:]])

@@ -14,18 +14,18 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from keepsight import digests
-from keepsight.core.kernels.attention import ROW_PADDINGS, Heads, QueryRows, RowPadding
+from keepsight.core.kernels.attention import ROW_PADDINGS, QueryRows
 from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
 from keepsight.store.contract import Store
 
 _KIND = "kernels"
-_FORMAT = 5
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 # Facts that Linux reports about a processor and that do not change while it runs.
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
@@ -58,87 +58,63 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
     if note is None:
         return None
     try:
-        packing, why = _rules(note["packing"]), _text(note["why"])
+        packing, why, names = _rules(note["packing"]), note["why"], tuple(note["names"])
+        if not all(isinstance(text, str) for text in (why, *names)):
+            return None
         if why:
             return Noted(Finding(None, why), packing)
-        query_rows = QueryRows(bool(note["windows"]), _paddings(note["heads"]))
-        kernels = Kernels(Linears(packed), query_rows, in_graphs=bool(note["in graphs"]))
-        kernels.whole_steps = bool(note["whole steps"])
+        heads = {
+            (*sizes, _DTYPES[dtype]): ROW_PADDINGS[number]
+            for *sizes, dtype, number in note["heads"]
+        }
+        kernels = Kernels(
+            Linears(packed),
+            QueryRows(bool(note["windows"]), heads),
+            whole_steps=bool(note["whole steps"]),
+            in_graphs=bool(note["in graphs"]),
+        )
         kernels.linears.rows.update(_rules(note["rows"]))
-        names = tuple(_text(one) for one in note["names"])
-    except (KeyError, TypeError, ValueError):
+        return Noted(Finding(kernels, "", names), packing)
+    except (KeyError, TypeError, ValueError, IndexError):
         return None
-    return Noted(Finding(kernels, "", names), packing)
 
 
 def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> None:
     """Save a finding for later processes."""
     if store is None or not finding.lasts:
         return
-    found = finding.kernels
-    note: Record = {"why": finding.why, "names": list(finding.names), "packing": _lines(packing)}
-    note["rows"] = [] if found is None else _lines(found.linears.rows)
-    note["whole steps"] = found is not None and found.whole_steps
-    note["in graphs"] = found is not None and found.in_graphs
-    known = QueryRows() if found is None else found.query_rows
-    note["windows"] = known.windows
-    fillings = [(heads, how) for heads, how in known.fillings.items() if how is not None]
-    note["heads"] = sorted([*h[:3], str(h[3]), how.step, how.apart] for h, how in fillings)
+    found = finding.kernels or Kernels()
+    fillings = found.query_rows.fillings.items()
+    note: Record = {
+        "why": finding.why,
+        "names": list(finding.names),
+        "packing": _lines(packing),
+        "rows": _lines(found.linears.rows),
+        "whole steps": found.whole_steps,
+        "in graphs": found.in_graphs,
+        "windows": found.query_rows.windows,
+        "heads": [[*h[:3], str(h[3]), ROW_PADDINGS.index(how)] for h, how in fillings if how],
+    }
     store.put_note(_KIND, _key(name), note)
 
 
 def _key(name: str) -> str:
-    return digests.digest(_KIND, _FORMAT, machine(), name)
+    return digests.digest(_KIND, machine(), name)
 
 
 def _lines(rules: Rules) -> list[list[object]]:
-    lines = []
-    for (out, width, dtype, biased, kernel), rule in rules.items():
-        own = [None] * 4 if rule is None else [rule.least, rule.step, rule.most, rule.fine]
-        lines.append([out, width, str(dtype), biased, kernel, *own])
-    return sorted(lines, key=str)
+    return [
+        [out, width, str(dtype), biased, name, None if rule is None else CANDIDATES.index(rule)]
+        for (out, width, dtype, biased, name), rule in rules.items()
+    ]
 
 
-def _rules(lines: list[list[object]]) -> Rules:
+def _rules(lines: list[list[Any]]) -> Rules:
     found: Rules = {}
-    for out, width, dtype, biased, kernel, *own in lines:
-        rule = None
-        if own != [None] * 4:
-            least, step, most, fine = own
-            rule = Rows(_count(least), _count(step), _count(most), _flag(fine))
-        if rule is not None and rule not in CANDIDATES:
-            raise ValueError(f"{rule} is no rule")
-        shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), _text(kernel))
-        found[shape] = rule
+    for out, width, dtype, biased, kernel, number in lines:
+        shape = (int(out), int(width), _DTYPES[str(dtype)], bool(biased), str(kernel))
+        found[shape] = None if number is None else CANDIDATES[int(number)]
     return found
-
-
-def _paddings(lines: list[list[object]]) -> dict[Heads, RowPadding]:
-    found = {}
-    for heads, keys, width, dtype, step, apart in lines:
-        how = RowPadding(_count(step), apart is True)
-        found[_count(heads), _count(keys), _count(width), _DTYPES[str(dtype)]] = how
-        if how not in ROW_PADDINGS:
-            raise ValueError(f"{how} is no padding")
-    return found
-
-
-def _text(given: object) -> str:
-    if not isinstance(given, str):
-        raise TypeError(f"{given!r} is no text")
-    return given
-
-
-def _count(given: object) -> int:
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"{given!r} is no count")
-    return given
-
-
-def _flag(given: object) -> bool:
-    if not isinstance(given, bool):
-        raise TypeError(f"{given!r} is neither true nor false")
-    return given
 
 
 # -- the machine ---------------------------------------------------------------------------------
