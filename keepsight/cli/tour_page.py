@@ -1,4 +1,7 @@
-"""The tour as a page: the frame of what `rich` recorded, and the check of the file it goes to."""
+"""The tour as a page: the frame of what `rich` recorded, and the check of the file it goes to.
+
+The check comes before the tour, so PyTorch is not imported here.
+"""
 
 from __future__ import annotations
 
