@@ -38,8 +38,6 @@ words mean, is in [bench/README.md](../bench/README.md).
   none.
 - **tokens**: whether the greedy tokens equal stock's. In bfloat16 that is not promised; there,
   *warm = cold bit for bit* is the guard.
-- Figures of other engines were recorded elsewhere, on the machine that
-  `keepsight/bench/ambitions.py` names, and are quoted, not measured.
 """
 
 
@@ -119,15 +117,14 @@ def with_measured(text: str, measured: str) -> str:
 def _run(run: dict[str, Any]) -> str:
     parts = [f"### {tables.title(run)}\n"]
     parts += [f"**{warning}**\n" for warning in tables.warnings(run)]
-    found = tables.tables(run)
-    for heading, columns, rows in [found[-1], *found[:-1]]:  # the verdict first
+    for heading, columns, rows in tables.tables(run):
         parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{_markdown(columns, rows)}")
     return "\n".join(parts)
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
     """One table; words to the left, numbers to the right."""
-    words = [i == 0 or column in ("why", "tokens") for i, column in enumerate(columns)]
+    words = [i == 0 or column == "tokens" for i, column in enumerate(columns)]
     rule = [":---" if word else "---:" for word in words]
     lines = [columns, rule, *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

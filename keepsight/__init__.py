@@ -1,5 +1,5 @@
 """Keepsight gives any Hugging Face vision-language model a memory. Look once, remember. May import
-every room but server, testing, bench and cli.
+every room but server, bench and cli.
 
 Nothing heavy is imported until a name is used: `import keepsight` costs milliseconds.
 """

@@ -29,7 +29,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   └── UpstreamChanged                something in Transformers is not where it was
     ├── Busy (RuntimeError)                as many requests are in flight as are allowed
     ├── Closed (RuntimeError)              used after `close()`
-    │   └── Forked                         used in a process that was forked at the wrong moment
+    │   └── Forked                         used in a fork of the process that loaded it
     ├── MissingExtra (ImportError)         an optional library is not installed
     └── WrongTorchvision (ImportError)     torchvision was built for another PyTorch
 """
@@ -245,13 +245,13 @@ class Closed(KeepsightError, RuntimeError):
 
 
 class Forked(Closed):
-    """Used in a process that was forked while another thread of its parent was using the object."""
+    """Used in a process that was forked from the one that made the object."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"this process was forked while another thread was using {what}, so what it had in "
-            "memory may be half written here: load it again in this process, or start processes "
-            "with the 'spawn' method"
+            f"this process was forked from the one that has {what}: what it has in memory may be "
+            "half written here; load it again in this process, or start processes with the "
+            "'spawn' method"
         )
 
 

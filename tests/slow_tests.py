@@ -8,8 +8,7 @@ model of the same family. The families of `test_families_core.py` leave out noth
 from __future__ import annotations
 
 import pytest
-
-from keepsight.testing import FamilyTests
+from support import FamilyTests
 
 WHOLE = "test_families_core"
 REPEATED = {

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import keepsight
 from bench import page
 from keepsight import bench
-from keepsight.bench import ambitions, checkpoints, machine, options, suite, tables
+from keepsight.bench import checkpoints, machine, options, suite, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard
@@ -100,10 +100,6 @@ def test_a_result_names_no_place_of_this_machine(result: dict[str, Any]) -> None
     assert "/tmp" not in text
 
 
-def test_figures_recorded_for_other_checkpoints_are_not_compared(result: dict[str, Any]) -> None:
-    assert not any(step["recorded"] for step in result["runs"][0]["peers"])
-
-
 def test_the_page_holds_every_table_of_every_result(result: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(result))
     argv = ["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]
@@ -156,8 +152,7 @@ def test_the_committed_page_is_the_one_that_the_committed_results_give() -> None
 
 def test_tables_fit_a_narrow_terminal(result: dict[str, Any]) -> None:
     console = Console(width=80, file=io.StringIO(), highlight=False)
-    run = {**result["runs"][0], "peers": []}
-    tables.show({**result, "runs": [run]}, console)
+    tables.show(result, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
@@ -194,22 +189,6 @@ def test_wrong_answers_are_told_loudly_and_fail_the_run(result: dict[str, Any]) 
     run["workloads"][1]["warm_equals_cold"] = False
     assert len(tables.warnings(run)) == 2
     assert len(tables.warnings(dict(run, dtype="bfloat16"))) == 1  # promised in float32 only
-
-
-def test_an_ambition_is_judged_by_the_worst_turn(result: dict[str, Any]) -> None:
-    run = json.loads(json.dumps(result["runs"][0]))
-    first, second = run["workloads"][0]["steps"]
-    fast, slow = (dict(second, keepsight_over_limit=ratio) for ratio in (1.1, 1.4))
-    for turns, held in (([fast, fast], True), ([fast, slow], False)):
-        run["workloads"][0]["steps"] = [first, *turns]
-        rows = {row["what"]: row for row in ambitions.judge(run)}
-        assert rows["W1, later turns: over the limit"]["held"] is held
-
-
-def test_recorded_figures_are_judged_against_the_best_of_them() -> None:
-    step = {"name": "T2", "keepsight_ms": 84.0, "stock_ms": 1700.0, "stock_over_keepsight": 20.2}
-    (row,) = ambitions.compare("qwen3_vl", "float32", [step])
-    assert (row["best"], row["best_ms"], row["best_over_keepsight"]) == ("llama-server", 168, 2.0)
 
 
 def test_workloads_are_the_same_prompts_each_time(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ that Keepsight and stock Transformers say the same is.
 
 from __future__ import annotations
 
-import base64
 import re
 import warnings
 from html import unescape
@@ -25,7 +24,7 @@ import keepsight as ks
 from keepsight.cli import tour, tour_opening
 from keepsight.cli.app import app
 from keepsight.cli.terminal import age_text, plain, share_bar, thumbnail
-from keepsight.cli.tour_page import TourPage, check_page
+from keepsight.cli.tour_page import check_page
 from keepsight.cli.tour_stage import Stage, scenes_of, script
 from keepsight.cli.tour_stock import StockReply, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
@@ -132,18 +131,13 @@ def test_the_new_process_answers_from_disk(toured: tuple[str, Path]) -> None:
 def test_the_saved_page_says_the_same_and_needs_no_network(toured: tuple[str, Path]) -> None:
     said, out = toured
     page = (out.parents[1] / "tour.html").read_text(encoding="utf-8")
-    assert "prefers-color-scheme: dark" in page and "<script" not in page
-    assert not re.search(r"(src|href|url\()=?\W*(?!data:)[a-z]+:", page)
-    sent = [
-        base64.b64decode(found) for found in re.findall(r'src="data:image/png;base64,(.*?)"', page)
-    ]
-    assert {path.read_bytes() for path in (out / "pictures").glob("*.png")} == set(sent)
-    text = " ".join(unescape(re.sub("<[^>]+>", " ", page)).split())
+    assert "<script" not in page and not re.search(r"(src|href|url\()=?\W*[a-z]+:", page)
+    assert "▀" in page  # pictures
+    text = " ".join(unescape(re.sub("<[^>]+>", "", page)).split())
     for asked in script(scenes_of(SEED)):
-        assert asked.text in text
+        assert f"you {asked.text}" in text
     for line in re.findall(r"^(?:model  [✓✗] |     )(\S.*)$", said, re.MULTILINE):
         assert " ".join(line.split()) in text
-    assert len(re.findall("<details>", page)) == 6 and text.count(" reused memory ") > 5
     assert "stock with past_key_values" in text and "the same words as stock Transformers" in text
 
 
@@ -157,7 +151,7 @@ def test_a_page_replaces_no_file_but_a_page(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=why):
             check_page(path)
-    TourPage().save(tmp_path / "tour.html")
+    Stage(Console(), tmp_path, scenes_of(1)).save(tmp_path / "tour.html")
     check_page(tmp_path / "tour.html")
 
 

@@ -17,6 +17,7 @@ import torch
 from accelerate import dispatch_model
 from models import build, picture, turn
 from simulated_device import Event, device, simulation
+from support.stores import KEYS
 from test_exact import cold, conversation, logits
 
 import keepsight as ks
@@ -24,7 +25,6 @@ from keepsight.scheduler import Together
 from keepsight.store import DiskStore, Store
 from keepsight.store.addresses.remote import RemoteStore
 from keepsight.system import devices
-from keepsight.testing.stores import KEYS
 
 # Linear and full layers, and sliding ones; a model of full layers alone repeats the first.
 FULL = pytest.param("qwen3_vl", marks=pytest.mark.slow)

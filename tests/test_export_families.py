@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from exported_models import exported, small
-
-from keepsight.testing import FamilyTests
-from keepsight.testing.prompts import Messages, once
+from support import FamilyTests
+from support.prompts import Messages, once
 
 
 class ExportedTests(FamilyTests):

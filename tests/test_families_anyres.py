@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models import build
-
-from keepsight.testing.families import FamilyTests
+from support.families import FamilyTests
 
 
 class TestLlavaNext(FamilyTests):

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import build
+from support import FamilyTests
 
 from keepsight.models.families.base import Family
 from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
 from keepsight.models.families.gemma3 import Gemma3
 from keepsight.models.families.mistral3 import Mistral3
 from keepsight.models.families.pixels import Pixels
-from keepsight.testing import FamilyTests
 
 
 def plain_positions(family: Any, ids: Any, types: Any, grids: Any) -> torch.Tensor:

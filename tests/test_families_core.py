@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from models import build
+from support import FamilyTests
 
 from keepsight.prefix.prompt import PASS
-from keepsight.testing import FamilyTests
 
 
 class TestQwen2VL(FamilyTests):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from models import build, picture, stock_inputs, turn
+from support import FamilyTests
 
 import keepsight as ks
 from keepsight.errors import InputError, KeepsightError
-from keepsight.testing import FamilyTests
 
 
 class TestGlm4v(FamilyTests):

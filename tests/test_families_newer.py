@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from family_models.newer import REFUSED
 from models import build, built
+from support import FamilyTests
 
 import keepsight as ks
 from keepsight.errors import UnsupportedModel
-from keepsight.testing import FamilyTests
 
 
 @pytest.mark.parametrize("kind", REFUSED)

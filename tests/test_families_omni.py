@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from models import build, picture
+from support import FamilyTests
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch, UnsupportedModel
-from keepsight.testing import FamilyTests
 
 KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from models import build
+from support import FamilyTests
+from support.prompts import answered, turn
 from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbedding
 
 import keepsight as ks
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.models.families import family_of
-from keepsight.testing import FamilyTests
-from keepsight.testing.prompts import answered, turn
 
 
 class TestAyaVision(FamilyTests):

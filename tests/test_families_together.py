@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from models import build, picture, stock_inputs, turn
+from support import FamilyTests
+from support.prompts import answered
 
 import keepsight as ks
-from keepsight.testing import FamilyTests
-from keepsight.testing.prompts import answered
 
 
 class TestGemma3(FamilyTests):

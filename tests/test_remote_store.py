@@ -1,6 +1,6 @@
 """Stores at an address: the same promises, a line that fails, waits and lies, and other machines.
 
-The promises themselves are `keepsight.testing.StoreTests`; `trial://` (remote_lines.py) is a file
+The promises themselves are `support.StoreTests`; `trial://` (remote_lines.py) is a file
 system whose network does as it is told. A real S3 server runs where `moto` is installed.
 """
 
@@ -21,6 +21,7 @@ import torch
 from hostile import finished, start
 from models import picture
 from remote_lines import Line, TrialFileSystem, read_only, unreachable
+from support import StoreTests
 
 import keepsight as ks
 from keepsight import digests
@@ -31,7 +32,6 @@ from keepsight.store.addresses import listing
 from keepsight.store.addresses.address import Breaker
 from keepsight.store.addresses.remote import RemoteStore
 from keepsight.store.contract import Entry
-from keepsight.testing import StoreTests
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"

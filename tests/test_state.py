@@ -1,6 +1,6 @@
 """Capture and restore equal recompute, for every kind of layer that is supported.
 
-The suite itself ships in `keepsight.testing`; here it meets tiny models with random weights.
+The suite itself is in `support`; here it meets tiny models with random weights.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import StateTests
 from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.core.decoding.state import Shape
 from keepsight.errors import UnsupportedModel
-from keepsight.testing import StateTests
 
 COMMON = {
     "vocab_size": 64,

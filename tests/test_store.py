@@ -1,6 +1,6 @@
 """Stores: what is acknowledged is there, what is damaged is absent, and nothing stops for a disk.
 
-The promises themselves are `keepsight.testing.StoreTests`; here are the accidents: kill -9, a full
+The promises themselves are `support.StoreTests`; here are the accidents: kill -9, a full
 disk, a folder that is none, a file out of reach.
 """
 
@@ -18,6 +18,8 @@ import pytest
 import torch
 from hostile import finished, lines_until_killed, start
 from models import picture
+from support import StoreTests
+from support.stores import KEYS
 
 import keepsight as ks
 from keepsight import digests
@@ -26,8 +28,6 @@ from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, DiskStore
 from keepsight.store.layout import KINDS
 from keepsight.system.units import parse_bytes
-from keepsight.testing import StoreTests
-from keepsight.testing.stores import KEYS
 
 
 class TestDiskStore(StoreTests):

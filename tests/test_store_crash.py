@@ -20,12 +20,12 @@ from hostile import bounded
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from store_load import dies_at, forked, is_right, key_of, killed, put
+from support.stores import KEYS
 
 from keepsight.store import About, DiskStore
 from keepsight.store.folders import after_write, catalogue_guard
 from keepsight.store.folders.catalogue import NAME
 from keepsight.store.layout import EntryName
-from keepsight.testing.stores import KEYS
 
 # -- kill -9 -----------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The disk store's own promises: its catalogue, its accidents, and that it stays in its folder.
 
-What all stores promise is in `keepsight.testing.StoreTests`; kills are in `test_store_crash.py`.
+What all stores promise is in `support.StoreTests`; kills are in `test_store_crash.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import finished, start
+from support.stores import KEYS
 
 from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
@@ -28,7 +29,6 @@ from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
 from keepsight.store.folders import catalogue_guard as guard_module
 from keepsight.store.folders.catalogue import NAME, WRITING, Catalogue
 from keepsight.store.layout import EntryName
-from keepsight.testing.stores import KEYS
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ import torch
 from file_systems import mounted
 from models import picture
 from remote_lines import Line
+from support.stores import KEYS
 
 import keepsight as ks
 from keepsight.core import settings as core_settings
@@ -36,7 +37,6 @@ from keepsight.store.folders.catalogue import NAME, Catalogue
 from keepsight.store.folders.catalogue_guard import CatalogueGuard
 from keepsight.store.folders.folder import Folder
 from keepsight.store.health import Health
-from keepsight.testing.stores import KEYS
 
 T = TypeVar("T")
 

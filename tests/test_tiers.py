@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from remote_lines import Line, unreachable
+from support import StoreTests
 
 from keepsight.errors import InputError, StoreError
 from keepsight.store import NOTHING, About, DiskStore, open_store
 from keepsight.store.addresses.remote import RemoteStore
 from keepsight.store.tiers import TieredStore
-from keepsight.testing import StoreTests
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"

@@ -31,7 +31,7 @@ class Scale:
     large: tuple[int, int] | None  # of a second W1
     small: tuple[int, int]  # of cold runs
     page: tuple[int, int]  # of W4
-    peers: int  # width and height in the peers' conversation; the recorded figures are for 672
+    peers: int  # width and height in the peers' conversation
     turns: int  # of W1
     requests: int  # of W4, W5 and W7
     pages: int  # in one request of W4

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 import keepsight
-from keepsight.bench import ambitions, extremes, machine, tables
+from keepsight.bench import extremes, machine, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.measure import Bench, Say, quiet_heap, run_workload
 from keepsight.bench.options import QUICK, SCALES, WORKLOADS, Scale
@@ -115,13 +115,6 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
             run["restart"] = extremes.restart(vlm, pictures, scale, say)
         if "roofline" in names and getattr(vlm.model, "exported", None) is None:
             run["roofline"] = roofline(bench, pictures, scale, say)
-    peers = [workload["steps"] for workload in found if workload["name"] == "peers"]
-    if peers:
-        # The recorded figures are for the small checkpoints and for pictures of 672x672.
-        same = options.model is None and options.size == "small" and scale.peers == 672
-        run["peers"] = ambitions.compare(shape if same else "", dtype, peers[0])
-    # The goals are about pictures of the usual size; a short run says nothing about them.
-    run["ambitions"] = [] if options.scale == "quick" else ambitions.judge(run)
     return run
 
 

@@ -14,7 +14,7 @@ from keepsight.kinds import Record
 Row = list[str]
 WIDE = 118  # width of all tables
 # Columns that are left out on a narrow terminal.
-_WIDE_ONLY = {"new", "again", "limit ms", "x limit", "ms/tok", "why", "check", "restore"} | {
+_WIDE_ONLY = {"new", "again", "limit ms", "x limit", "ms/tok"} | {
     *("bare read ms", "x read", "restore ms"),
 }
 
@@ -67,16 +67,12 @@ def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:
     found = [_workload(workload) for workload in run["workloads"]]
     if found:
         found.append(_stages(run["workloads"]))
-    if run.get("peers"):
-        found.append(_peers(run["peers"]))
     if "cold" in run:
         found += [_cold(run["cold"]), _anatomy(run["cold"])]
     if "restart" in run:
         found.append(_restart(run["restart"]))
     if "roofline" in run:
         found.append(_roofline(run["roofline"]))
-    if run["ambitions"]:
-        found.append(_ambitions(run["ambitions"]))
     return found
 
 
@@ -137,20 +133,6 @@ def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _peers(steps: list[Record]) -> tuple[str, Row, list[Row]]:
-    engines = list(steps[0]["recorded"])
-    names = [engine.replace("transformers", "HF") for engine in engines]
-    columns = ["", "keepsight ms", "stock ms", *names, "x best rival", "goal"]
-    rows = []
-    for step in steps:
-        row = [step["name"], f"{step['keepsight_ms']:.0f}", f"{step['stock_ms']:.0f}"]
-        row += [str(step["recorded"][engine]) for engine in engines]
-        row += [times(step.get("best_over_keepsight")), times(step["goal"])]
-        rows.append(row)
-    recorded = "rivals: recorded elsewhere, not measured here" if engines else "no rivals recorded"
-    return f"the peers' conversation, first token ({recorded})", columns, rows
-
-
 def _cold(cold: Record) -> tuple[str, Row, list[Row]]:
     columns = ["", "prompt", "keepsight ms", "stock ms", "x stock", "tokens"]
     rows = [
@@ -208,15 +190,6 @@ def _roofline(found: Record) -> tuple[str, Row, list[Row]]:
     return "roofline: what the machine gives at most", columns, rows
 
 
-def _ambitions(rows: list[Record]) -> tuple[str, Row, list[Row]]:
-    table: list[Row] = []
-    for row in rows:
-        measured = "-" if row["measured"] is None else f"{row['measured']:.2f}x"
-        verdict = "yes" if row["held"] else "NO"
-        table.append([row["what"], row["goal"], measured, verdict, row["note"]])
-    return "ambitions (the worst turn counts)", ["", "goal", "measured", "held", "why"], table
-
-
 def _table(heading: str, columns: Row, rows: list[Row], narrow: bool = False) -> Table:
     """A table; a narrow terminal gets the important columns, a file given to --out has all."""
     if narrow:
@@ -224,7 +197,7 @@ def _table(heading: str, columns: Row, rows: list[Row], narrow: bool = False) ->
         columns, rows = [columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows]
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
-        words = i == 0 or column in ("why", "tokens")
+        words = i == 0 or column == "tokens"
         table.add_column(
             column,
             justify="left" if words else "right",

@@ -142,7 +142,7 @@ _MAKERS = {"W4": _pages, "W5": _agent, "W7": _references}
 
 
 def peers_conversation(pictures: Pictures, size: int, scale: Scale) -> Workload:
-    """The conversation with which other engines were measured (`ambitions.py`)."""
+    """The conversation with which other engines are measured too (`bench/`)."""
     one, two, three, four, five = (pictures.path(i, size, size) for i in range(5))
     first = [user("Describe both images in detail, then compare the colours of the two.", one, two)]
     second = [

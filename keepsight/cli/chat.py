@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keepsight.cli.line_editor import line_editor
-from keepsight.cli.terminal import WrittenWords, json_line, plain, report_table
-from keepsight.cli.thumbnails import show_thumbnail
+from keepsight.cli.terminal import WrittenWords, json_line, plain, report_table, show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.core.rendering.question import user_turn
 from keepsight.errors import InputError, KeepsightError

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from keepsight.report import Report
 
 _WIDTH_WITHOUT_TERMINAL = 100
+_COLUMNS = 16  # of a thumbnail
 _BOX = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
 
 
@@ -132,7 +133,7 @@ def share_bar(part: int, whole: int, width: int = 24) -> Text:
     return Text.assemble(("█" * filled, "green"), ("░" * (width - filled), "yellow"))
 
 
-def thumbnail(picture: Image, width: int = 16) -> Text:
+def thumbnail(picture: Image, width: int = _COLUMNS) -> Text:
     """A picture in half blocks: each character shows two pixels, one above the other."""
     height = max(2, 2 * round(width * picture.height / picture.width / 2))
     small = picture.convert("RGB").resize((width, height), _BOX)
@@ -143,6 +144,25 @@ def thumbnail(picture: Image, width: int = 16) -> Text:
             text.append("▀", Style.parse(f"{upper} on {lower}"))
         text.append("\n" if y + 2 < height else "")
     return text
+
+
+def show_thumbnail(picture: Image, console: Console) -> None:
+    """Show a picture if colours are visible; a pipe and NO_COLOR get none.
+
+    Where textual-image is installed and the terminal draws pictures (kitty's protocol or sixel),
+    dot by dot; else in half blocks.
+    """
+    if not console.is_terminal or console.no_color:
+        return
+    try:
+        from textual_image import renderable  # asks the terminal what it can
+    except ImportError:
+        console.print(thumbnail(picture))
+        return
+    if renderable.Image in (renderable.SixelImage, renderable.TGPImage):
+        console.print(renderable.Image(picture, width=_COLUMNS))
+    else:
+        console.print(thumbnail(picture))
 
 
 def _rgb(picture: Image, x: int, y: int) -> str:

@@ -28,7 +28,15 @@ import keepsight as ks
 from keepsight.cli import show
 from keepsight.cli.terminal import table
 from keepsight.cli.tour_opening import opening
-from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, timed, times
+from keepsight.cli.tour_stage import (
+    Ask,
+    Stage,
+    TurnTimes,
+    scenes_of,
+    script,
+    timed,
+    times,
+)
 from keepsight.cli.tour_stock import (
     TOKENS,
     Outcome,
@@ -70,7 +78,7 @@ def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) ->
         _restart(stage)
     _closing(stage, time.perf_counter() - began)
     if save is not None:
-        stage.page.save(save)
+        stage.save(save)
         stage.say(f"The tour as a page: {save}")
 
 
@@ -94,7 +102,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _opening(stage: Stage) -> None:
-    stage.console.print(Text("Keepsight: look once, remember.", "bold"))
+    stage.say("Keepsight: look once, remember.", "bold")
     versions = f"torch {torch.__version__}, Transformers {transformers.__version__}"
     stage.say(f"{platform.machine()}, one thread, float32, {versions}", "dim")
     about = (

@@ -60,7 +60,6 @@ def opening(stage: Stage) -> None:
     picture = stage.out / "pictures" / "large.png"
     Scene(random.Random(1), (_SIDE, _SIDE)).draw().save(picture)
     stage.made.append(picture)
-    stage.page.pictures([(picture, f"{picture.name}, {_SIDE}x{_SIDE}")])
     with ks.wrap(model, processor, store="") as vlm:
         stock = StockSession(model, processor)
         # The first calls of a process have other costs.
@@ -95,16 +94,14 @@ def _show(stage: Stage, runs: list[list[Times]]) -> None:
     names = ("prompt", "reused", "first token", "stock", "times sooner")
     title = f"means of {_RUNS} runs; time is until the first token"
     shown = table("turn", *names, right=names, title=title)
-    ratios, both = [], []
+    ratios = []
     for number, turns in enumerate(zip(*runs, strict=True), 1):
         prompt, reused = turns[0][:2]
         mine, stocks = (statistics.fmean(turn[i] for turn in turns) for i in (2, 3))
         ratios.append(stocks / mine)
-        both.append((mine, stocks))
         times = (f"{mine:.0f} ms", f"{stocks:.0f} ms", f"{stocks / mine:.1f}x")
         shown.add_row(*map(str, (number, prompt, reused)), *times)
     stage.show(shown)
-    stage.page.times(both)
     later = statistics.median(ratios[1:])
     stage.say(f"The first turn has nothing to remember; later ones start {later:.1f} times sooner.")
     about = (

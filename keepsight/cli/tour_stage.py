@@ -1,10 +1,12 @@
 """Shared by the acts of the demo: the pictures of one run, and the printing of turns.
 
-The acts are in `tour.py`.
+All that is printed is recorded too, by a console of `rich` that makes a page of it. The acts are in
+`tour.py`.
 """
 
 from __future__ import annotations
 
+import io
 import random
 import statistics
 import time
@@ -20,10 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from keepsight.cli.terminal import plain, share_bar, table, thumbnail
-from keepsight.cli.tour_page import TourPage, reuse_of
+from keepsight.cli.tour_page import PAGE
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import StoreError
 from keepsight.report import Reply
+from keepsight.system.places import expanded
 
 if TYPE_CHECKING:
     from keepsight.session import Session
@@ -92,7 +95,7 @@ class Stage:
     scenes: list[Scene]
     pictures: list[Path] = field(default_factory=list)
     made: list[Path] = field(default_factory=list)
-    page: TourPage = field(default_factory=TourPage)  # the same output, saved on request
+    recorder: Console = field(default_factory=lambda: _recorder())
 
     def draw(self) -> None:
         """Write the pictures to files."""
@@ -107,36 +110,32 @@ class Stage:
         except OSError as error:
             raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
 
+    def show(self, shown: RenderableType = "", soft_wrap: bool = False) -> None:
+        """Print something, and record it."""
+        for console in (self.console, self.recorder):
+            console.print(shown, soft_wrap=soft_wrap and console is self.console)
+
     def say(self, text: str = "", style: str = "") -> None:
         """One line."""
-        self.page.say(text)
-        self.console.print(Text(plain(text), style), soft_wrap=True)
+        self.show(Text(plain(text), style), soft_wrap=True)
 
     def explain(self, text: str) -> None:
         """A paragraph, wrapped between words."""
-        self.page.say(text)
-        self.console.print(Text(text, "dim"))
-
-    def show(self, shown: RenderableType) -> None:
-        """A table, or several."""
-        self.page.show(shown)
-        self.console.print(shown)
+        self.show(Text(text, "dim"))
 
     def act(self, title: str, about: str) -> None:
         """The heading of an act."""
-        self.page.act(title, about)
-        self.console.print()
-        self.console.print(Rule(Text(title, "bold"), align="left"))
-        self.console.print(Text(about, "dim"))
-        self.console.print()
+        self.show()
+        self.show(Rule(Text(title, "bold"), align="left"))
+        self.explain(about)
+        self.show()
 
     def exchange(self, asked: str, reply: Reply, truth: str | None = None) -> None:
         """Print a question and its answer, with what was reused."""
-        self.page.exchange(asked, reply, truth)
-        self.console.print(Text.assemble(("you    ", "bold cyan"), asked))
+        self.show(Text.assemble(("you    ", "bold cyan"), asked))
         right = reply.text.strip() == truth
         mark = "" if truth is None else "✓ " if right else "✗ "
-        self.console.print(
+        self.show(
             Text.assemble(
                 ("model  ", "bold magenta"),
                 (mark, "green" if right else "red"),
@@ -145,7 +144,7 @@ class Stage:
             )
         )
         bar = share_bar(reply.report.cached_tokens, reply.report.prompt_tokens, _BAR)
-        self.console.print(Text.assemble(_INDENT, bar, f" {reuse_of(reply)}"))
+        self.show(Text.assemble(_INDENT, bar, f" {reuse_of(reply)}"))
 
     def turn(self, ask: Ask, turn: TurnTimes) -> None:
         """Print one turn of the conversation, beside stock."""
@@ -157,25 +156,56 @@ class Stage:
         self.say(f"{_INDENT}first token after {turn.ms:.0f} ms; {stock}\n", "dim")
 
     def show_pictures(self, numbers: Sequence[int]) -> None:
-        """Small pictures if the terminal has colours; their names in any case."""
+        """Small pictures where there are colours; their names in any case."""
         paths = [self.pictures[i] for i in numbers]
         sizes = [f"{self.scenes[i].width}x{self.scenes[i].height}" for i in numbers]
         names = [f"{path.name}, {size}" for path, size in zip(paths, sizes, strict=True)]
-        self.page.pictures(zip(paths, names, strict=True))
-        if self.console.color_system is not None:
-            row = Table.grid(padding=(0, 3))
-            row.add_row(" " * 4, *(thumbnail(Image.open(path)) for path in paths))
-            self.console.print(row)
+        row = Table.grid(padding=(0, 3))
+        row.add_row(" " * 4, *(thumbnail(Image.open(path)) for path in paths))
+        for console in (self.console, self.recorder):
+            if console.color_system is not None:
+                console.print(row)
         for name in names:
-            self.console.print(Text(f"{_INDENT}{name}", "dim"), soft_wrap=True)
+            self.say(f"{_INDENT}{name}", "dim")
 
     def verdict(self, who: str, text: str, verdict: str, right: bool) -> None:
         """Who answered, how that compares with the truth, and the answer."""
-        self.page.verdict(who, text, verdict, right)
         style = "green" if right else "red"
         mark = "✓ " if right else "✗ "
-        self.console.print(Text.assemble((mark, style), (who, "bold"), ": ", (verdict, style)))
-        self.console.print(Text(f"     {plain(text)}"))
+        self.show(Text.assemble((mark, style), (who, "bold"), ": ", (verdict, style)))
+        self.show(Text(f"     {plain(text)}"))
+
+    def save(self, path: Path) -> None:
+        """Write what was printed as one page, without scripts and without network."""
+        page = self.recorder.export_html(code_format=PAGE)
+        try:
+            expanded(path).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _recorder() -> Console:
+    """Records in colours, whatever the terminal can show."""
+    return Console(
+        record=True,
+        file=io.StringIO(),
+        width=100,
+        color_system="truecolor",
+        force_terminal=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+
+
+def reuse_of(reply: Reply) -> str:
+    """What was reused for an answer, in words."""
+    report, usage = reply.report, reply.usage
+    reused = f"{report.cached_tokens} of {report.prompt_tokens} tokens reused"
+    if not usage.images:
+        return reused
+    return f"{reused}, {usage.images_encoded} of {usage.images} pictures looked at"
 
 
 def timed(

@@ -123,7 +123,7 @@ class Certificate:
 def certify(
     runtime: Runtime, images: Sequence[object], question: str, tenant: str = ""
 ) -> Certificate:
-    """Check a checkpoint as `keepsight.testing.FamilyTests` does: prompts continued with text and
+    """Check a checkpoint as `FamilyTests` of our tests does: prompts continued with text and
     with a new picture, warm, cold and stock, and controls that must differ."""
     first = [_user(question, images[0])]
     goes_on = [*first, _said("It is."), _user("And what else can be seen?")]

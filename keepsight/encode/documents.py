@@ -6,6 +6,7 @@ again. The libraries for both formats are imported only here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.encode.items import Item, broken
-from keepsight.errors import ImageError
+from keepsight.errors import Forked, ImageError
 from keepsight.media.clips import open_clip
 from keepsight.media.pictures import MAX_PIXELS
 from keepsight.media.sources import Source, file_label, open_source
@@ -25,7 +26,7 @@ from keepsight.system.optional import optional
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
-PDFIUM = FairLock("the PDF library")  # not thread-safe
+_LOCKS: dict[int, FairLock] = {}  # of the PDF library, which is not thread-safe; by process
 _POINTS = 72  # PDF points per inch
 
 
@@ -33,11 +34,21 @@ def pdfium() -> ModuleType:
     return optional("pypdfium2", "pdf")
 
 
+def pdf_lock() -> FairLock:
+    """This process's lock; refused where the library was at work when the process was forked."""
+    me = os.getpid()
+    if me not in _LOCKS:
+        if any(lock.taken for lock in list(_LOCKS.values())):
+            raise Forked("the PDF library")
+        _LOCKS.setdefault(me, FairLock("the PDF library"))
+    return _LOCKS[me]
+
+
 class _Document:
     """An open PDF. Pages are drawn in any thread, one at a time."""
 
     def __init__(self, path: str) -> None:
-        self._library = pdfium()
+        self._library, self._lock = pdfium(), pdf_lock()
         self.path = path
         try:
             if Path(path).stat().st_size > MAX_DOCUMENT:
@@ -47,7 +58,7 @@ class _Document:
             raise ImageError(f"{path} cannot be read: {error.strerror}") from None
         self.name = digests.digest("pdf", data, self._version())
         try:
-            with PDFIUM:
+            with self._lock:
                 self._open = self._library.PdfDocument(data)
                 self.pages = len(self._open)
         except self._library.PdfiumError as error:
@@ -61,13 +72,13 @@ class _Document:
 
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # the garbage collector may call this at any moment: never wait
-            PDFIUM.leave(self._open.close)
+            self._lock.leave(self._open.close)
 
     def draw(self, number: int, dpi: int) -> Image.Image:
         """Draw a page, counted from 0, as an RGB image."""
         label = f"{self.path}#page={number + 1}"
         try:
-            with PDFIUM:
+            with self._lock:
                 page = self._open[number]
                 try:
                     scale = dpi / _POINTS
@@ -107,7 +118,7 @@ def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
 def page_count(path: str) -> int | None:
     """The number of pages of a PDF, or None if it cannot be opened."""
     library = pdfium()
-    with PDFIUM:
+    with pdf_lock():
         try:
             document = library.PdfDocument(path)
         except (library.PdfiumError, OSError):

@@ -1,8 +1,8 @@
-"""Forks: takes locks before a process forks, and resets objects in the child.
+"""Forks: takes catalogues before a process forks, and resets objects in the child.
 
-A forked process has only the thread that forked, and a copy of all memory at that moment. So locks
-that other threads may hold are taken first, waiting a few seconds at most. In the child, each
-object learns whether that worked.
+A forked process has only the thread that forked, and a copy of all memory at that moment. So what
+other threads may hold is taken first, waiting a few seconds at most. In the child, each object
+learns whether that worked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-MODELS, CATALOGUES = (
-    0,
-    1,
-)  # taken in this order: a thread with the model may want a catalogue
 PATIENCE = 5.0  # seconds that a fork waits for all of them together
 
 
@@ -34,14 +30,14 @@ class Held(Protocol):
         """In the child: give it back, or mark it as unusable."""
 
 
-_held: tuple[weakref.WeakSet[Held], weakref.WeakSet[Held]] = weakref.WeakSet(), weakref.WeakSet()
+_held: weakref.WeakSet[Held] = weakref.WeakSet()
 _renewed: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 _forking = threading.local()
 
 
-def hold(thing: Held, stage: int) -> None:
+def hold(thing: Held) -> None:
     """Take an object before each fork, as long as it lives."""
-    _held[stage].add(thing)
+    _held.add(thing)
 
 
 def renew(method: Callable[[], None]) -> None:
@@ -50,13 +46,9 @@ def renew(method: Callable[[], None]) -> None:
 
 
 def _before() -> None:
-    taken: list[Held] = []
-    _forking.taken = taken
     end = time.monotonic() + PATIENCE
-    for things in _held:
-        for thing in list(things):
-            if thing.before_fork(max(0.0, end - time.monotonic())):
-                taken.append(thing)
+    held = list(_held)
+    _forking.taken = [t for t in held if t.before_fork(max(0.0, end - time.monotonic()))]
 
 
 def _after_in_parent() -> None:
@@ -67,7 +59,7 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     for thing, name in list(_renewed.items()):
         getattr(thing, name)()
-    for thing in [thing for things in reversed(_held) for thing in list(things)]:
+    for thing in list(_held):
         thing.in_child(thing in _forking.taken)
 
 

@@ -12,13 +12,14 @@ the notes after it has released its own guard, so no note is missed.
 Ctrl-C waits while a thread has one of these locks (`interrupts.py`), so no step under it is left
 half done.
 
-A `FairLock` is taken before a fork, so that a child finds consistent data; if that takes too long,
-the child cannot use it. A `Mutex` is free in every child.
+A `FairLock` belongs to the process that made it: what it protects may be half written in a forked
+child, which cannot take it. A `Mutex` is free in every child.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -46,15 +47,24 @@ class FairLock:
         self._notes: deque[Callable[[], object]] = deque()
         self._put_off: deque[Callable[[], object]] = deque()  # for whoever takes the lock alone
         self._failed: deque[BaseException] = deque()  # errors of notes; raised by the next call
-        self.unusable = False  # in a forked process, if another thread had the lock
+        self._process = os.getpid()
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
         self._handed: threading.Lock | None = None  # the thread whose turn it is, until it wakes up
         self._depth = 0
         self._left: dict[int, float] = {}  # until when threads had it
-        forks.hold(self, forks.MODELS)
         finish_before_exit(self, MODELS)
+
+    @property
+    def unusable(self) -> bool:
+        """Whether this process is a fork of the one that made the lock."""
+        return os.getpid() != self._process
+
+    @property
+    def taken(self) -> bool:
+        """Whether a thread has the lock."""
+        return self._owner is not None
 
     @property
     def held(self) -> bool:
@@ -221,6 +231,8 @@ class FairLock:
     def before_exit(self, seconds: float) -> None:
         """Take the lock for good: a daemon thread then stops where it next wants it, not inside
         PyTorch, where the process would crash. Waits for threads that just had it."""
+        if self.unusable:
+            return
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         if not self.acquire(seconds):
             return
@@ -234,25 +246,6 @@ class FairLock:
         since = time.monotonic() - _STEP
         recent = {thread for thread, left_at in list(self._left.items()) if left_at > since}
         return {*self._inside, *recent}
-
-    # -- forks -----------------------------------------------------------------------------------
-
-    def before_fork(self, seconds: float) -> bool:
-        """See `forks.Held`."""
-        return not self.unusable and self.acquire(seconds)
-
-    after_fork = release
-
-    def in_child(self, taken: bool) -> None:
-        """See `forks.Held`."""
-        self._guard, self._handed = threading.Lock(), None
-        self._waiting.clear()
-        if taken:
-            self.release()
-        else:
-            self._owner, self._depth, self.unusable = None, 0, True
-            self._notes.clear()
-            self._put_off.clear()
 
     def __enter__(self) -> FairLock:
         self.acquire()

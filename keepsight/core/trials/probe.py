@@ -7,7 +7,7 @@ conversation is given as messages too. The most reuse with equal logits is chose
 that pictures matter. A model that fails every kind of reuse, or cannot be tried, is refused with
 the reason.
 
-A few short prompts are limited evidence. `keepsight verify` and `keepsight.testing.FamilyTests`
+A few short prompts are limited evidence. `keepsight verify` and `FamilyTests` (`tests/support`)
 give more.
 """
 

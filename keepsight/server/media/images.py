@@ -106,7 +106,7 @@ def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> I
     from keepsight.encode import documents  # the library is not thread-safe: one lock for all
 
     library, cap = documents.pdfium(), shown.most
-    with documents.PDFIUM:
+    with documents.pdf_lock():
         try:
             document = library.PdfDocument(data)
         except library.PdfiumError:
@@ -151,7 +151,7 @@ def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> I
     from keepsight.encode import documents
 
     library = documents.pdfium()
-    with documents.PDFIUM:
+    with documents.pdf_lock():
         document = library.PdfDocument(data)
         try:
             page = document[number]

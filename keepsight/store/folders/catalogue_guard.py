@@ -53,7 +53,7 @@ class CatalogueGuard:
         self._rebuild_at, self._rebuild_pause = 0.0, _FIRST_REBUILD
         self._adopting: Iterator[list[Entry]] | None = None
         self._owed: list[EntryName] = []  # files are removed but rows remain: the disk was full
-        forks.hold(self, forks.CATALOGUES)
+        forks.hold(self)
 
     def act(self, work: Callable[[Catalogue], T]) -> T:
         """Call `work` with the catalogue; if it is damaged, again with a new one."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from keepsight.core.decoding.state import Lane, Shape, Tensors
 from keepsight.formats.package import storage_bytes
 from keepsight.models.renamed import with_cache
-from keepsight.testing.common import expect, same_tensors
+from support.common import expect, same_tensors
 
 
 class StateTests:

@@ -16,7 +16,7 @@ from keepsight.core.decoding.state import Tensors
 from keepsight.errors import InputError, NotStored
 from keepsight.kinds import Record
 from keepsight.store import About, Store
-from keepsight.testing.common import expect, raised, same_tensors
+from support.common import expect, raised, same_tensors
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 IMAGES = ["image one", "image two"]

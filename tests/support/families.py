@@ -20,9 +20,9 @@ import keepsight as ks
 from keepsight.core.stock.generate import Generated
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.renamed import RETURNED
-from keepsight.testing.common import expect, gone, swapped_in
-from keepsight.testing.prompts import Messages, answered, logits_of, noise, once, pictures_of, turn
 from keepsight.vlm import VLM
+from support.common import expect, gone, swapped_in
+from support.prompts import Messages, answered, logits_of, noise, once, pictures_of, turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
