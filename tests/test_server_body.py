@@ -10,9 +10,9 @@ from hostile import bounded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepsight.server import body as bodies
+from keepsight.server.body import MOST_VALUES, parsed
 from keepsight.server.errors import ApiError
-from keepsight.server.limits import body as bodies
-from keepsight.server.limits.body import MOST_VALUES, parsed
 
 PIECES = [*'ab"\\/\n\té日😀\u2028\x7f', '\\"', "\\\\", "\\u"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=120).map("".join)

@@ -19,9 +19,8 @@ from server_harness import Live, live, scene, uri
 from test_server_middleware import TEMPLATE
 
 import keepsight as ks
-from keepsight.server.api import responses_schema, schema
-from keepsight.server.api.responses_schema import ResponsesRequest
-from keepsight.server.api.schema import ChatRequest
+from keepsight.server import schema
+from keepsight.server.schema import ChatRequest, ResponsesRequest
 
 ROOT = Path(ks.__file__).parent.parent
 PICTURE = uri(scene(1))
@@ -584,7 +583,10 @@ def test_every_field_has_its_place_in_the_docs() -> None:
     named, refused = rows["named"], rows["refused"]
     everything = " ".join(rows[name] for name in ("honoured", "where the template can"))
     everything += rows["taken, without effect"] + named + refused
-    for api, body in ((schema, ChatRequest), (responses_schema, ResponsesRequest)):
-        assert all(f"`{name}`" in named for name in api.NAMED)
-        assert all(f"`{name}`" in refused for name in (*api.UNSUPPORTED, *schema.CONSTRAINING))
+    for named_here, refused_here, body in (
+        (schema.NAMED, schema.UNSUPPORTED, ChatRequest),
+        (schema.RESPONSES_NAMED, schema.RESPONSES_REFUSED, ResponsesRequest),
+    ):
+        assert all(f"`{name}`" in named for name in named_here)
+        assert all(f"`{name}`" in refused for name in (*refused_here, *schema.CONSTRAINING))
         assert not [name for name in body.model_fields if f"`{name}`" not in everything]

@@ -12,11 +12,9 @@ from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, ur
 from test_server_scheduler_client import until
 
 import keepsight as ks
-from keepsight.server.api.schema import ChatRequest
-from keepsight.server.api.unused import Unused
 from keepsight.server.errors import ApiError
-from keepsight.server.media.content import MessageReader
-from keepsight.server.media.images import ImageSizes
+from keepsight.server.media import ImageSizes, MessageReader
+from keepsight.server.schema import ChatRequest, Unused
 from keepsight.server.served_model import _wishes
 
 

@@ -19,9 +19,9 @@ from uvicorn.server import ServerState
 
 import keepsight as ks
 from keepsight.report import Piece
+from keepsight.server import access as intake
 from keepsight.server import running
 from keepsight.server.config import ApiKey, ServerConfig
-from keepsight.server.limits import intake
 
 KEYS = (
     ApiKey("ann", "ann-key"),
@@ -401,7 +401,7 @@ def test_ten_thousand_pictures_are_counted_before_one_is_read(
     def unexpected(*given: Any) -> None:
         raise AssertionError("a picture was read")
 
-    monkeypatch.setattr("keepsight.server.media.content._decoded", unexpected)
+    monkeypatch.setattr("keepsight.server.media._decoded", unexpected)
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     error = refusal(server.chat(user([part] * 10_000)))
     assert error["code"] == "too_many_images" and error["param"] == "messages[0].content[4]"

@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 from server_harness import png, scene, uri
 
 from keepsight.errors import InputError, UnknownOption
-from keepsight.server.api import schema
-from keepsight.server.api.output_parser import OutputParser
-from keepsight.server.api.responses_schema import ResponsesRequest, as_chat
-from keepsight.server.api.sampling import Penalties
+from keepsight.server import fetch, schema
+from keepsight.server.access import Bucket, Caller, Callers
 from keepsight.server.config import ApiKey, ServerConfig, read_config
 from keepsight.server.errors import ApiError
-from keepsight.server.limits.callers import Bucket, Caller, Callers
-from keepsight.server.media import fetch
-from keepsight.server.media.content import MessageReader
-from keepsight.server.media.fetch import Fetcher, is_public
-from keepsight.server.media.files import Files
+from keepsight.server.fetch import Fetcher, is_public
+from keepsight.server.files import Files
+from keepsight.server.media import MessageReader
+from keepsight.server.parser import OutputParser
+from keepsight.server.responses import as_chat
+from keepsight.server.sampling import Penalties
+from keepsight.server.schema import ResponsesRequest
 
 # -- speech ------------------------------------------------------------------------------------
 

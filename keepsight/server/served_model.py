@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from keepsight import digests
 from keepsight.errors import MessagesError
 from keepsight.kinds import Options, Record
-from keepsight.server.api.output_parser import CALL, THINK, THINK_END
-from keepsight.server.api.schema import Rendering
-from keepsight.server.api.unused import Unused, is_empty
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.media.images import ImageSizes
+from keepsight.server.media import ImageSizes
+from keepsight.server.parser import CALL, THINK, THINK_END
+from keepsight.server.schema import Rendering, Unused, is_empty
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

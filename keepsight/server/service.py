@@ -11,34 +11,25 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
-from fastapi import Request
 from pydantic.main import IncEx
 
 from keepsight.core.rendering.lengths import characters
 from keepsight.kinds import Message, Record
 from keepsight.report import Report
 from keepsight.scheduler import Together
-from keepsight.server.api import schema
-from keepsight.server.api.answers import AnswerRequest, AnswerStream, Delta, SchedulerClient
-from keepsight.server.api.response_store import ResponseStore
-from keepsight.server.api.responses_schema import ResponsesRequest
-from keepsight.server.api.sampling import sampling
-from keepsight.server.api.unused import Unused, is_empty
+from keepsight.server import schema
+from keepsight.server.access import BodyIntake, Caller, Callers, Visit
 from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.limits.callers import Caller, Callers
-from keepsight.server.limits.intake import BodyIntake
-from keepsight.server.limits.middleware import Visit
-from keepsight.server.limits.threads import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
-from keepsight.server.limits.turns import ThreadsInTurn
-from keepsight.server.media.bindings import Bindings
-from keepsight.server.media.content import MessageReader
-from keepsight.server.media.files import Files
-from keepsight.server.media.origins import BodyOrigin, origin_of
-from keepsight.server.media.parts import PixelLimits
-from keepsight.server.media.uploads import contents_for
+from keepsight.server.files import Files, contents_for
+from keepsight.server.media import Bindings, BodyOrigin, MessageReader, origin_of
 from keepsight.server.metrics import Metrics
+from keepsight.server.responses import ResponseStore
+from keepsight.server.sampling import sampling
+from keepsight.server.schema import PixelLimits, Unused, is_empty
 from keepsight.server.served_model import ServedModel
+from keepsight.server.streaming import AnswerRequest, AnswerStream, Delta, SchedulerClient
+from keepsight.server.turns import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads, ThreadsInTurn
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -172,7 +163,7 @@ class Service:
             raise refused("modalities", "answers are text; expected ['text']")
         if body.tool_choice == "required" or isinstance(body.tool_choice, schema.ChatToolChoice):
             raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
-        refuse_stream_options(body)
+        schema.refuse_stream_options(body)
 
     # -- from requests to answers ----------------------------------------------------------------
 
@@ -263,12 +254,6 @@ def _too_long(seconds: float) -> ApiError:
     return ApiError(504, f"the answer took longer than {seconds:.0f} s", code="timeout")
 
 
-def refuse_stream_options(body: schema.ChatRequest | ResponsesRequest) -> None:
-    """Refuse stream options without a stream."""
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options is only allowed when stream is true")
-
-
 def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
     """Report the known fields of a body that have no effect here."""
     for name, why in schema.NAMED.items():
@@ -289,9 +274,3 @@ def tools_of(tools: list[schema.Tool]) -> list[Record] | None:
     """Tools as templates want them; `strict` only concerns the server."""
     left_out: IncEx = {"function": {"strict"}}
     return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None
-
-
-def visit_of(request: Request) -> Visit:
-    """The middleware's notes on a request."""
-    visit: Visit = request.state.visit
-    return visit

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
 from keepsight.server.errors import ApiError
-from keepsight.server.limits.threads import LARGE_BODY, Threads
+from keepsight.server.turns import LARGE_BODY, Threads
 
 MOST_VALUES = 64_000  # values per body; enough for messages, parts and settings of any conversation
 _BETWEEN = 8 << 20  # bytes outside of strings: numbers, constants, spaces

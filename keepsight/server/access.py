@@ -9,37 +9,379 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
+import ipaddress
 import json
 import logging
 import re
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from keepsight import digests as digests
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server import log
-from keepsight.server.api.responses_schema import ResponsesRequest
-from keepsight.server.api.schema import ChatRequest
-from keepsight.server.api.unused import HEADER, Unused
+from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError, from_error
-from keepsight.server.limits.callers import Caller, account_from, host_of, is_loopback, is_own_name
-from keepsight.server.limits.intake import announced_by, closing, is_long
-from keepsight.server.limits.pace import FairRateLimit
-from keepsight.server.limits.turns import account
-from keepsight.server.site import FILES
+from keepsight.server.schema import HEADER, ChatRequest, ResponsesRequest, Unused
+from keepsight.server.turns import account
+from keepsight.system.accounts import under_salt
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
+
+_OWN = (".localhost", ".local", ".internal", ".home.arpa")  # not on the public web
+
+
+def host_of(text: str) -> str:
+    """The name or address in a Host header, without port, in lower case."""
+    text = text.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")
+
+
+def is_own_name(name: str) -> bool:
+    """Whether no public site can have this name: an address, a name without a dot, or a name
+    reserved for local networks."""
+    return "." not in name or name.endswith(_OWN) or _address(name) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def network_of(host: str) -> str:
+    """Network that one client may control: an IPv4 address itself, the /64 of an IPv6 address."""
+    address = _address(host)
+    if not isinstance(address, ipaddress.IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+@dataclass
+class Bucket:
+    """A token bucket: a number per minute, used at once or spread."""
+
+    per_minute: float
+    clock: Callable[[], float] = time.monotonic
+    level: float = field(init=False)
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level, self.at = self.per_minute, self.clock()
+
+    def wait(self, needed: float) -> float:
+        """Seconds until the bucket holds this many; 0 if it does."""
+        now = self.clock()
+        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
+        self.at = now
+        return max(0.0, (needed - self.level) * 60 / self.per_minute)
+
+    def take(self, count: float) -> None:
+        """Take what was used; the level may fall below zero, and then later requests wait."""
+        self.wait(0)
+        self.level -= count
+
+
+class Caller:
+    """One tenant, with its token buckets; or one address, if there are no keys."""
+
+    def __init__(
+        self,
+        key: ApiKey | None,
+        clock: Callable[[], float] = time.monotonic,
+        host: str = "",
+        tenant: str = "",
+    ) -> None:
+        self.key = key
+        self.tenant = key.whose if key is not None else tenant
+        self.account = self.tenant if key is not None else account_from(host)
+        self.name = key.name if key is not None else None
+        self.admin = key is None or key.admin
+        limits = (
+            (key.requests_per_minute, key.tokens_per_minute) if key is not None else (None,) * 2
+        )
+        self._requests, self._tokens = (Bucket(n, clock) if n else None for n in limits)
+
+    def admit(self) -> None:
+        """Admit one request, or raise 429 with the seconds to wait."""
+        for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            wait = bucket.wait(1) if bucket is not None else 0.0
+            if wait > 0 and bucket is not None:
+                raise ApiError(
+                    429,
+                    f"more than {bucket.per_minute:.0f} {what} a minute; try again in {wait:.0f} s",
+                    code="rate_limit_exceeded",
+                    retry_after=wait,
+                )
+        if self._requests is not None:
+            self._requests.take(1)
+
+    def spend(self, tokens: int) -> None:
+        """Count the tokens that an answer used."""
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
+    def salted(self, salt: str | None) -> str:
+        """The tenant for this key and a salt. It is a digest, so no names can collide; its stored
+        entries count against the key's own quota."""
+        if salt is None:
+            return self.tenant
+        return under_salt(self.tenant, digests.digest("salted tenant", self.tenant, salt))
+
+
+def account_from(host: str) -> str:
+    """The account of a client known only by address."""
+    return f"from {network_of(host)}"
+
+
+class Callers:
+    """All callers; those without keys share the tenant that the model was loaded for."""
+
+    def __init__(self, keys: tuple[ApiKey, ...], tenant: str = "") -> None:
+        self._tenant = tenant
+        self._known = [(key.key.encode(), Caller(key)) for key in keys]
+
+    def find(self, authorization: str | None, host: str = "") -> Caller:
+        """The caller that a header names; without keys every caller is accepted."""
+        if not self._known:
+            return Caller(None, host=host, tenant=self._tenant)
+        scheme, _, shown = (authorization or "").partition(" ")
+        found = None
+        for secret, caller in self._known:  # compare all, so that timing reveals nothing
+            if hmac.compare_digest(secret, shown.strip().encode(errors="replace")):
+                found = caller
+        if found is None or scheme.lower() != "bearer":
+            what = "no API key" if not authorization else "this API key is not known"
+            raise ApiError(
+                401, f"{what}; send it as: Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        return found
+
+
+_SHORT = 0.005  # shorter waits are skipped, in seconds
+_PER_SECOND = 40.0  # requests per second; each takes some milliseconds of the GIL
+_BURST = 20  # burst after a pause
+_HELD = 1024  # most waiting requests
+
+
+class RateLimit:
+    """A rate limit that all clients share."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second, self._next = per_second, 0.0
+
+    async def wait(self, count: int) -> None:
+        """Wait until `count` more are allowed."""
+        now = time.monotonic()
+        self._next = max(self._next, now) + count / self._per_second
+        if self._next - now > _SHORT:
+            await asyncio.sleep(self._next - now)
+
+
+class FairRateLimit:
+    """A rate limit that serves clients in turn, applied while `busy` returns True."""
+
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        per_second: float = _PER_SECOND,
+        at_once: int = _BURST,
+        held: int = _HELD,
+    ) -> None:
+        self._busy, self._per_second, self._at_once, self._most = busy, per_second, at_once, held
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # clients in order of service
+        self._count = 0
+        self._level, self._at = float(at_once), time.monotonic()
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def wait(self, client: str) -> None:
+        """Wait for this client's turn. If too many wait, a request of the client with the most is
+        refused."""
+        if not self._count and (not self._busy() or self._missing() <= 0):
+            self._level -= 1.0
+            return
+        if self._count >= self._most:
+            self._refuse_one()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._count += 1
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release())
+        await turn
+
+    def _missing(self) -> float:
+        """Seconds until the next may pass."""
+        now = time.monotonic()
+        self._level += (now - self._at) * self._per_second
+        self._level, self._at = min(max(self._level, 0.0), float(self._at_once)), now
+        return round((1.0 - self._level) / self._per_second, 6)  # long enough that one passes
+
+    async def _release(self) -> None:
+        while self._count:
+            while self._busy() and (missing := self._missing()) > 0:
+                await asyncio.sleep(missing)
+            self._let_in()
+            await asyncio.sleep(0)
+
+    def _let_in(self) -> None:
+        client = next(iter(self._waiting))
+        waiting = self._waiting.pop(client)
+        turn = waiting.popleft()
+        self._count -= 1
+        if waiting:
+            self._waiting[client] = waiting  # behind all others
+        if not turn.done():  # its request may have been cancelled
+            self._level -= 1.0
+            turn.set_result(None)
+
+    def _refuse_one(self) -> None:
+        client = max(self._waiting, key=lambda name: len(self._waiting[name]))
+        turn = self._waiting[client].popleft()
+        self._count -= 1
+        if not self._waiting[client]:
+            del self._waiting[client]
+        if not turn.done():
+            text = "too many requests at a time; wait for answers before asking again"
+            turn.set_exception(ApiError(429, text, code="busy", retry_after=1))
+
+
+_DISCARDED = 4  # times the largest body: what is read of a refused one, so that its client listens
+_QUIET = 1.0  # seconds without a byte after which a refused body is given up
+_AT_ONCE = 1 << 20  # bytes of a body that arrive at full speed
+_BYTES_A_SECOND = 64 << 20  # of all larger bodies while others are served: receiving costs time
+_BODIES_HELD = 8  # times the largest body, of all requests together
+
+
+class BodyIntake:
+    """All bodies that are held or still arriving."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._held = 0
+        self._incomplete: set[asyncio.Timeout] = set()  # deadlines of bodies that still arrive
+        self._pace = RateLimit(_BYTES_A_SECOND)
+
+    async def whole(self, receive: Receive, announced: int | None) -> bytes:
+        """A body within its limits of size and time. `announced`: its length as claimed by the
+        client. The caller must call `done` for it."""
+        most = self._service.config.bytes("max_body")
+        parts: list[bytes] = []
+        size, more = 0, True
+        limit = asyncio.timeout(self._service.config.seconds("body_timeout"))
+        try:
+            if announced is not None and announced > most:
+                raise _too_large(most)
+            async with limit:
+                self._incomplete.add(limit)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the client hung up", code="hung_up")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._held += len(parts[-1])
+                    more = message.get("more_body", False)
+                    if size > _AT_ONCE and self._service.active > 1:
+                        await self._pace.wait(len(parts[-1]))
+                    if size > most:
+                        raise _too_large(most)
+                    if self._held > _BODIES_HELD * most:
+                        raise ApiError(503, "too many large requests", code="busy", retry_after=2)
+        except BaseException as error:
+            self._held -= size
+            parts.clear()
+            if isinstance(error, TimeoutError) and self._service.draining:
+                raise closing() from None
+            if isinstance(error, TimeoutError):
+                text = "the body took too long to arrive"
+                raise ApiError(408, text, code="body_timeout") from None
+            raise
+        finally:
+            self._incomplete.discard(limit)
+        return b"".join(parts)
+
+    def refuse_incomplete(self) -> None:
+        """The server closes: refuse bodies that have not arrived by now."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._incomplete:
+            if not limit.expired():
+                limit.reschedule(now)
+
+    def done(self, body: bytes) -> None:
+        """Release a body."""
+        self._held -= len(body)
+
+    async def discard(self, receive: Receive) -> None:
+        """Read a refused body to its end for a while, so that its client listens. A client that
+        sends nothing more already listens."""
+        left = _DISCARDED * self._service.config.bytes("max_body")
+        try:
+            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+                while left > 0:
+                    async with asyncio.timeout(_QUIET):
+                        message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+        except asyncio.CancelledError:
+            if not self._service.draining:  # otherwise the server ends and has said everything
+                raise
+
+
+def closing() -> ApiError:
+    """The refusal for requests while the server closes."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
+def announced_by(scope: Scope) -> int | None:
+    """The claimed length of a body; None if it comes in chunks."""
+    headers = dict(scope["headers"])
+    if b"transfer-encoding" in headers:
+        return None
+    text = headers.get(b"content-length", b"0")
+    return int(text) if text.isdigit() else 0  # validated by the protocol
+
+
+def is_long(announced: int | None) -> bool:
+    """Whether reading the rest of a body costs more than closing the connection."""
+    return announced is None or announced > _AT_ONCE
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {most} bytes; upload pictures to /v1/files, or make them smaller",
+        code="body_too_large",
+    )
+
+
 errors = logging.getLogger("keepsight.server")
 
-_OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # paths that need no key
+_OPEN = {"/", "/health", "/docs", "/openapi.json"}  # paths that need no key
 _WHILE_CLOSING = {"/health", "/metrics"}
 _ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # the model works for these
 _READING = 60.0
@@ -243,7 +585,7 @@ class RequestMiddleware:
         headers = dict(scope["headers"])
         self._refuse_other_names(headers)
         self._refuse_other_sites(scope["method"], headers)
-        if path in _OPEN or scope["method"] == "OPTIONS":
+        if path in _OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS":
             return
         shown = headers.get(b"authorization", b"").decode("latin-1")
         visit.caller = self._service.callers.find(shown or None, _host(scope))
@@ -343,3 +685,9 @@ async def respond(
     if rest is not None:
         await rest()
         await send({"type": "http.response.body", "body": b""})
+
+
+def visit_of(request: Request) -> Visit:
+    """The middleware's notes on a request."""
+    visit: Visit = request.state.visit
+    return visit

@@ -7,12 +7,18 @@ leaves a quarter of them for later work of others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Generic, TypeVar
+
+from keepsight.kinds import Record
 
 T = TypeVar("T")
 
@@ -104,3 +110,67 @@ class _Work(Generic[T]):
 
     def _forget(self, _: Future[T]) -> None:
         self._call = None
+
+
+LARGE_BODY = 1 << 18  # bytes
+LARGE_TEXT = 1 << 15  # characters
+LARGE_PICTURES = 1 << 22  # pixels in all pictures of a request
+_SMALL = 8  # threads for quick work
+_MOST_LARGE = 4  # threads for slow work: each may hold several copies of a picture in memory
+_NICE = 10
+_LONGEST_REST = 2.0  # seconds
+
+
+class RenderedMessages(list[Record]):
+    """Messages for the library; `large` marks slow ones."""
+
+    large = False
+
+
+def is_large(messages: object) -> bool:
+    """Whether making a prompt of some messages is slow."""
+    return isinstance(messages, RenderedMessages) and messages.large
+
+
+class Threads:
+    """All threads of a server except those of its model and of fetching."""
+
+    def __init__(self, active: Callable[[], int]) -> None:
+        """`active`: the number of requests being served."""
+        self._active = active
+        self._small = ThreadsInTurn(_SMALL, "keepsight-small")
+        few = min(_MOST_LARGE, max(1, (os.cpu_count() or 1) // 2))
+        self.large = ThreadsInTurn(few, "keepsight-large", _give_way)
+        self._own = threading.local()
+
+    def submit(self, work: Callable[[], T], large: bool = False) -> Future[T]:
+        """Run a call in some thread."""
+        return self.large.submit(lambda: self._rested(work)) if large else self._small.submit(work)
+
+    async def run(self, work: Callable[[], T], large: bool = False) -> T:
+        """The result of a call, for the event loop to await."""
+        return await asyncio.wrap_future(self.submit(work, large))
+
+    def _rested(self, work: Callable[[], T]) -> T:
+        """Call it after this thread has rested as long as it worked before."""
+        rest = getattr(self._own, "until", 0.0) - time.monotonic()
+        if rest > 0 and self._active() > 1:
+            time.sleep(rest)
+        begun = time.thread_time()
+        try:
+            return work()
+        finally:
+            spent = min(time.thread_time() - begun, _LONGEST_REST)
+            self._own.until = time.monotonic() + spent
+
+    def close(self) -> None:
+        """Stop: start no further calls."""
+        for threads in (self._small, self.large):
+            threads.close()
+
+
+def _give_way() -> None:
+    """Let other threads go first. Only Linux has a priority per thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -11,28 +11,35 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.kinds import Record
 from keepsight.report import Usage
-from keepsight.server.api.answers import AnswerEnd, AnswerRequest, AnswerStream, Delta, ScoredToken
-from keepsight.server.api.output_parser import OutputPiece
-from keepsight.server.api.schema import ChatRequest
-from keepsight.server.api.streaming import (
+from keepsight.server.access import Visit, visit_of
+from keepsight.server.body import BodyRoute
+from keepsight.server.parser import OutputPiece
+from keepsight.server.schema import ChatRequest
+from keepsight.server.streaming import (
     STREAMED,
+    AnswerEnd,
+    AnswerRequest,
+    AnswerStream,
+    Delta,
     Event,
     EventStream,
+    ScoredToken,
     cached_of,
     images_of,
     report_of,
     timings,
     unless_gone,
 )
-from keepsight.server.limits.body import BodyRoute
-from keepsight.server.limits.middleware import Visit
-from keepsight.server.service import Service, visit_of
+
+if TYPE_CHECKING:
+    from keepsight.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
 from pydantic import ConfigDict, Field
 
 from keepsight.core import pins
@@ -20,15 +21,22 @@ from keepsight.errors import StoreError
 from keepsight.kinds import Options, Record
 from keepsight.media.medium import Medium
 from keepsight.report import Report
-from keepsight.server.api.schema import AnyTool, ChatMessage, Rendering, TemplateOptions
-from keepsight.server.api.streaming import report_of, unless_gone
-from keepsight.server.api.unused import Strict
+from keepsight.server.access import Caller, visit_of
+from keepsight.server.body import BodyRoute
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.limits.body import BodyRoute
-from keepsight.server.limits.callers import Caller
-from keepsight.server.limits.threads import is_large
-from keepsight.server.media.parts import Name, PixelLimits
-from keepsight.server.service import Service, tools_of, visit_of
+from keepsight.server.schema import (
+    AnyTool,
+    ChatMessage,
+    Name,
+    PixelLimits,
+    Rendering,
+    Strict,
+    TemplateOptions,
+)
+from keepsight.server.service import Service, tools_of
+from keepsight.server.streaming import report_of, unless_gone
+from keepsight.server.turns import is_large
+from keepsight.session import Session, keep_file
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 _TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that decide a prompt
@@ -72,6 +80,7 @@ def routes(service: Service) -> APIRouter:
     _add_reports(router, service)
     _add_held(router, service)
     _add_whole(router, service)
+    _add_save(router, service)
     return router
 
 
@@ -379,3 +388,62 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+_PIECE = 1 << 20  # bytes sent at once
+_FILE: dict[int | str, Record] = {
+    200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
+}
+
+
+def _add_save(router: APIRouter, service: Service) -> None:
+    @router.post(
+        "/v1/cache/save",
+        operation_id="cache_save",
+        response_class=StreamingResponse,
+        responses=_FILE,
+    )
+    async def save(body: Rendering, request: Request) -> StreamingResponse:
+        """A conversation with features and states as a `.keep` file, computed if missing."""
+        for name in _TEMPLATE:
+            if getattr(body, name):
+                raise refused(name, "a .keep file holds only messages and pictures")
+        return await unless_gone(request, _saved(service, body, request), visit_of(request))
+
+
+async def _saved(service: Service, body: Rendering, request: Request) -> StreamingResponse:
+    visit = visit_of(request)
+    visit.unused.sift(body)
+    given, template, tenant = await service.rendering(body, visit)
+    if template:
+        raise refused("chat_template_kwargs", "a .keep file holds only messages and pictures")
+    # Pictures are opened and prompts computed where no other client's tokens wait for them.
+    named = await service.threads.run(
+        lambda: service.scheduler.together.named(given, tenant), is_large(given)
+    )
+    await service.prepare(named, tenant or None, account=visit.who().account)
+    session = Session(service.vlm.runtime, tenant=tenant)
+    session.messages = [_of_session(message) for message in named]
+    parts = await service.scheduler.change_cache(lambda: list(keep_file.spelled(session)))
+    headers = {
+        "content-disposition": 'attachment; filename="conversation.keep"',
+        "content-length": str(sum(map(len, parts))),
+    }
+    return StreamingResponse(_pieces(parts), media_type="application/octet-stream", headers=headers)
+
+
+async def _pieces(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            yield bytes(part[start : start + _PIECE])
+
+
+def _of_session(message: Record) -> Record:
+    """A message in a session's form: text as a part, and only pictures as media."""
+    content = message["content"]
+    if isinstance(content, str) and message["role"] != "system":
+        content = [{"type": "text", "text": content}]
+    for part in content if isinstance(content, list) else ():
+        if part["type"] not in ("text", "image"):
+            raise refused("messages", f"a .keep file holds pictures, and no {part['type']}")
+    return {"role": message["role"], "content": content}
