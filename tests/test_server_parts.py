@@ -419,7 +419,7 @@ def test_local_files_only_under_an_allowed_folder(tmp_path: Path) -> None:
         (at("data:nothing"), "no comma"),
         (at(uri(b"not a picture")), "not an image in a format"),
         (at(uri(png(scene(1))[:40])), "damaged|truncated"),
-        ({"type": "file", "file": {}}, "either file_id or file_data"),
+        ({"type": "file", "file": {}}, "one of file_id, file_data"),
         ({"type": "file", "file": {"file_id": "file-x"}}, "no such file"),
         ({"type": "text", "text": "\ud800"}, "surrogate|valid string"),
         ({"type": "file", "file": {"file_data": uri(b"%PDF-1.4 nonsense")}}, "PDF"),

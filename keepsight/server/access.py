@@ -7,6 +7,7 @@ is closing. Afterwards it writes one log line, never with words or pictures of a
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import functools
 import hmac
@@ -18,11 +19,13 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import Request
+from fastapi import Depends, Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepsight import digests as digests
@@ -30,9 +33,9 @@ from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server import log
 from keepsight.server.config import ApiKey
-from keepsight.server.errors import ApiError, from_error
+from keepsight.server.errors import ApiError, from_error, from_validation
 from keepsight.server.schema import HEADER, ChatRequest, ResponsesRequest, Unused
-from keepsight.server.turns import account
+from keepsight.server.turns import LARGE_BODY, Threads, account
 from keepsight.system.accounts import under_salt
 
 if TYPE_CHECKING:
@@ -691,3 +694,51 @@ def visit_of(request: Request) -> Visit:
     """The middleware's notes on a request."""
     visit: Visit = request.state.visit
     return visit
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+B = TypeVar("B", bound=BaseModel)
+MOST_VALUES = 500_000  # commas and brackets in a body; no model reads a text with so many
+_SMALL_BODY = 1 << 14  # bytes that are parsed at once, faster than in a thread
+
+
+def body_of(kind: type[B]) -> Any:
+    """The body of a route as its dependency: parsed and checked where nobody waits for it."""
+
+    async def read(request: Request) -> B:
+        data = await request.body()
+        work = functools.partial(parsed, kind, data, request.headers)
+        if len(data) <= _SMALL_BODY:
+            return work()
+        threads: Threads = request.state.threads
+        return await threads.run(work, large=len(data) > LARGE_BODY)
+
+    return Depends(read)
+
+
+def parsed(kind: type[B], data: bytes, headers: Mapping[str, str]) -> B:
+    """A body as its record; without one, all fields are left out."""
+    sent_as = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if data and not re.fullmatch(r"application/(.*\+)?json", sent_as):
+        raise from_validation([{"type": "", "loc": (), "msg": ""}])
+    if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        text = f"the body has more than {MOST_VALUES} commas and brackets"
+        raise ApiError(400, text, code="body_too_complex")
+    try:
+        value = from_json(data.removeprefix(codecs.BOM_UTF8) or b"{}", allow_inf_nan=False)
+    except ValueError as error:
+        packed = headers.get("content-encoding", "identity")
+        sent = "" if packed == "identity" else f"; its Content-Encoding is {packed[:50]!r}"
+        text = f"the body is not valid JSON: {error}{sent}"
+        raise ApiError(400, text, code="invalid_json") from None
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False), kind) from None
+
+
+def body_schema(kind: type[BaseModel]) -> Record:
+    """What a route with such a body adds to the schema."""
+    content = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}

@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from threading import Lock
+from typing import Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -29,6 +32,17 @@ from keepsight.server.responses import in_its_words
 from keepsight.server.schema import HEADER
 from keepsight.server.service import Service
 
+_BODIES: list[tuple[type[BaseModel], Literal["validation"]]] = [
+    (kind, "validation")
+    for kind in (
+        schema.ChatRequest,
+        schema.ResponsesRequest,
+        schema.Rendering,
+        schema.PinRequest,
+        schema.HeldRequest,
+        schema.ResetRequest,
+    )
+]
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
 
 
@@ -67,19 +81,18 @@ def build(service: Service) -> ASGIApp:
 def _schema(app: FastAPI, model: str) -> Record:
     """The schema, with the name of the served model."""
     made = app.openapi()
-    for part in made["components"]["schemas"].values():
+    parts = made.setdefault("components", {}).setdefault("schemas", {})
+    bodies = models_json_schema(_BODIES, ref_template="#/components/schemas/{model}")[1]
+    parts |= bodies["$defs"]
+    for part in parts.values():
         if "model" in part.get("properties", {}):
             part["properties"]["model"] = {"type": "string", "enum": [model]}
-    for name, refused, named in (
-        ("ChatRequest", schema.UNSUPPORTED, schema.NAMED),
-        ("ResponsesRequest", schema.RESPONSES_REFUSED, schema.RESPONSES_NAMED),
-    ):
-        fields = made["components"]["schemas"][name]["properties"]
-        for word, why in (("Refused", refused), ("Accepted, not used", named)):
-            for field, reason in why.items():
-                fields[field] = {**fields[field], "description": f"{word}: {reason}."}
+    for kind in (schema.ChatRequest, schema.ResponsesRequest):
+        fields = parts[kind.__name__]["properties"]
+        for word, why in (("Refused", kind.REFUSED), ("Accepted, not used", kind.IGNORED)):
+            fields |= {name: {"description": f"{word}: {reason}."} for name, reason in why.items()}
     for name in ("HTTPValidationError", "ValidationError"):
-        made["components"]["schemas"].pop(name, None)
+        parts.pop(name, None)
     for path in made["paths"].values():
         for operation in path.values():
             operation.get("responses", {}).pop("422", None)  # invalid requests get a 400
@@ -112,9 +125,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         """Counters and times for Prometheus; with API keys, for an administrator only."""
         if not visit_of(request).who().admin:
             raise ApiError(403, "metrics cover all keys: they need an administrator's key")
-        return Response(
-            await service.scheduler.count(service.metrics.text), media_type=CONTENT_TYPE
-        )
+        return Response(await service.threads.wait(service.metrics.text), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
     async def models() -> Record:
@@ -177,10 +188,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _problem(request: Request, error: Exception) -> ApiError | None:
-    if isinstance(error, RequestValidationError):
-        field = getattr(request.scope.get("route"), "body_field", None)
-        body = field.field_info.annotation if field is not None else None
-        return from_validation(error.errors(), body)
+    if isinstance(error, RequestValidationError):  # of an address; bodies are checked apart
+        return from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
     if not isinstance(error, HTTPException):
         return None
     path = request.url.path

@@ -11,15 +11,14 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.kinds import Record
 from keepsight.report import Usage
-from keepsight.server.access import Visit, visit_of
-from keepsight.server.body import BodyRoute
+from keepsight.server.access import Visit, body_of, body_schema, visit_of
 from keepsight.server.parser import OutputPiece
 from keepsight.server.schema import ChatRequest
 from keepsight.server.streaming import (
@@ -44,10 +43,17 @@ if TYPE_CHECKING:
 
 def routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter(tags=["answers"], route_class=BodyRoute)
+    router = APIRouter(tags=["answers"])
 
-    @router.post("/v1/chat/completions", operation_id="chat", responses=STREAMED)
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    @router.post(
+        "/v1/chat/completions",
+        operation_id="chat",
+        responses=STREAMED,
+        openapi_extra=body_schema(ChatRequest),
+    )
+    async def chat(
+        body: Annotated[ChatRequest, body_of(ChatRequest)], request: Request
+    ) -> Response:
         """An answer to a conversation, whole or streamed."""
         visit = visit_of(request)
         visit.asked(body)

@@ -498,7 +498,7 @@ def routes(service: Service) -> APIRouter:
         form = await _form(request)
         data, name = await _file(form)
         quota = _quota(caller, service)
-        upload: Upload = await service.with_files(
+        upload: Upload = await service.threads.wait(
             lambda: files.put(caller.tenant, data, name, _purpose(form), _ttl(form), quota)
         )
         return upload.as_json()
@@ -513,7 +513,7 @@ def routes(service: Service) -> APIRouter:
     ) -> Record:
         """The files of this key, newest first; oldest first with `order=asc`."""
         tenant = visit_of(request).who().tenant
-        found: list[Upload] = await service.with_files(lambda: files.of(tenant))
+        found: list[Upload] = await service.threads.wait(lambda: files.of(tenant))
         own = [f for f in found if purpose in (None, f.purpose)]
         if order == "asc":
             own.reverse()
@@ -537,7 +537,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def one(file_id: str, request: Request) -> dict[str, object]:
         """The description of a file."""
         tenant = visit_of(request).who().tenant
-        found: Upload = await service.with_files(lambda: files.get(tenant, file_id, "file_id"))
+        found: Upload = await service.threads.wait(lambda: files.get(tenant, file_id, "file_id"))
         return found.as_json()
 
     @router.get(
@@ -549,7 +549,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def content(file_id: str, request: Request) -> Response:
         """The bytes of a file."""
         tenant = visit_of(request).who().tenant
-        data: bytes = await service.with_files(lambda: files.read(tenant, file_id, "file_id"))
+        data: bytes = await service.threads.wait(lambda: files.read(tenant, file_id, "file_id"))
         headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
         return Response(data, media_type="application/octet-stream", headers=headers)
 
@@ -557,7 +557,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def delete(file_id: str, request: Request) -> dict[str, object]:
         """Delete a file. /v1/cache/reset forgets what was computed from it."""
         tenant = visit_of(request).who().tenant
-        await service.with_files(lambda: files.delete(tenant, file_id))
+        await service.threads.wait(lambda: files.delete(tenant, file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
 

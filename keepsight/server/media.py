@@ -8,10 +8,10 @@ from __future__ import annotations
 import binascii
 import contextlib
 import dataclasses
-import enum
 import functools
 import io
 import math
+import re
 import stat
 import threading
 import urllib.parse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import PIL
 from PIL import Image
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel
 
 from keepsight import digests
 from keepsight.core.rendering.lengths import characters
@@ -328,24 +328,14 @@ _LONGEST_PATH = 4096  # base64 may begin with a slash too
 WORDS = (schema.TextPart, schema.RefusalPart, schema.ThoughtPart)
 
 
-class BodyOrigin(enum.Enum):
-    """The slowest origin of anything in a request."""
-
-    REQUEST = "request"
-    DISK = "disk"
-    ELSEWHERE = "elsewhere"
-
-
-def origin_of(messages: list[schema.ChatMessage]) -> BodyOrigin:
-    """The origin of the media in some messages."""
-    found = BodyOrigin.REQUEST
-    for message in messages:
-        for address in _addresses(message):
-            if scheme(address) in FETCHED:
-                return BodyOrigin.ELSEWHERE
-            if address.startswith(_ON_DISK) and len(address) <= _LONGEST_PATH:
-                found = BodyOrigin.DISK
-    return found
+def waits(messages: list[schema.ChatMessage]) -> bool:
+    """Whether any medium of some messages is on a disk or at another server."""
+    return any(
+        scheme(address) in FETCHED
+        or (address.startswith(_ON_DISK) and len(address) <= _LONGEST_PATH)
+        for message in messages
+        for address in _addresses(message)
+    )
 
 
 def scheme(url: str) -> str:
@@ -387,6 +377,7 @@ class MessageReader:
     images: int = 0
     pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
+    _shows_names: bool = False
 
     def messages(self, messages: list[schema.ChatMessage], template: str) -> RenderedMessages:
         """All messages, for a template that must have a place for their contents."""
@@ -401,6 +392,7 @@ class MessageReader:
                     "messages", "the chat template of this model has no place for tool_calls"
                 )
         self._check_number(messages)
+        self._shows_names = _NAME.search(template) is not None
         made = RenderedMessages(self._message(m, *m.places(i)) for i, m in enumerate(messages))
         made.large = self.pixels >= LARGE_PICTURES or characters(made) > LARGE_TEXT
         return made
@@ -434,11 +426,11 @@ class MessageReader:
         more = {
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "reasoning_content": message.thought() or schema.thought_in(message.content),
+            "reasoning_content": message.thought() or _thought_in(message.content),
         }
         for name, value in more.items():
             if value is not None:
-                made[name] = checked_text(value, f"{place}.{name}")
+                made[name] = value
         if message.tool_calls:
             calls = enumerate(message.tool_calls)
             made["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in calls]
@@ -449,8 +441,9 @@ class MessageReader:
         """Report the fields of a message that the prompt leaves out; refuse those it would need."""
         if not is_empty(message.function_call):
             raise refused(f"{place}.function_call", "deprecated; send it as tool_calls")
-        if not is_empty(message.audio):
-            self.unused.add(f"{place}.audio", "what was said is in content")
+        if message.name is not None and message.role != "tool" and not self._shows_names:
+            why = "the chat template of this model has no place for the names of speakers"
+            self.unused.add(f"{place}.name", why)
         if message.images and message.role != "user":
             self.unused.add(f"{place}.images", "pictures are read in messages of the user")
 
@@ -466,7 +459,7 @@ class MessageReader:
             else:
                 raise invalid(place, f"{place} is missing; expected a text or a list of parts")
         if isinstance(content, str):
-            text = checked_text(content, place)
+            text = content
             return [_text(text)] if message.role in _LISTS else text
         if not content:
             raise invalid(place, f"{place} is an empty list; expected at least one part")
@@ -482,23 +475,19 @@ class MessageReader:
 
     def _part(self, part: schema.Part, place: str) -> list[Record]:
         if isinstance(part, schema.TextPart):
-            self._uncached(part, place)
-            return [_text(checked_text(part.text, f"{place}.text"))]
+            return [_text(part.text)]
         if isinstance(part, schema.RefusalPart):
-            return [_text(checked_text(part.refusal, f"{place}.refusal"))]
+            return [_text(part.refusal)]
         if isinstance(part, schema.ThoughtPart):
             raise invalid(place, f"{place}: thoughts are parts of an assistant's message")
         if isinstance(part, schema.ImagePart):
-            return self._image(part, part.image_url, f"{place}.image_url", place)
-        if isinstance(part, schema.BareImagePart):
-            where, field_name = schema.one_of(part, _HOLDERS, place)
+            where, field_name = _one_of(part, _HOLDERS, place)
             return self._image(part, where, f"{place}.{field_name}", place)
         if isinstance(part, schema.EmbedsPart):
             inside, text = f"{place}.image_embeds", text_of(part, place)
             return features_only(self._bare([text], inside), place)
         if isinstance(part, schema.VideoPart):
-            self._uncached(part, place)
-            where, _ = schema.one_of(part, ("video_url", "video", "url", "path"), place)
+            where, _ = _one_of(part, ("video_url", "video", "url", "path"), place)
             data = self._bytes(where if isinstance(where, str) else where.url or "", place)
             return [self._video(self._bound(part.uuid, data, place))]
         if isinstance(part, schema.SoundPart):
@@ -508,7 +497,7 @@ class MessageReader:
         return self._file(part, place)
 
     def _image(
-        self, part: schema.PicturePart, where: schema.Given, inside: str, place: str
+        self, part: schema.PicturePart, where: Given, inside: str, place: str
     ) -> list[Record]:
         """A picture from any of the fields that may hold it."""
         detail = part.detail
@@ -516,10 +505,13 @@ class MessageReader:
             if (where.data is None) == (where.url is None):
                 raise invalid(inside, f"{inside}: give either data or url")
             where = where.data or where.url or ""
-        if isinstance(where, schema.ImageAddress):
+        if isinstance(where, schema.Address):
             detail = where.detail or detail
         where = where if isinstance(where, str) else where.url
-        if inside.endswith((".base64", ".data", ".source")) and scheme(where) not in FETCHED:
+        if (
+            inside.endswith((".base64", ".data", ".source", ".file_data"))
+            and scheme(where) not in FETCHED
+        ):
             data = _decoded(where, inside)
         elif inside.endswith(".file_id"):
             data = self.files.read(self.tenant, where, inside)
@@ -527,7 +519,7 @@ class MessageReader:
             data = self._bytes(where, inside)
         return self._pictures(data, self._shown(part, detail, place), place, part)
 
-    def _bare(self, images: list[JsonValue], place: str) -> list[Record]:
+    def _bare(self, images: list[object], place: str) -> list[Record]:
         """Pictures beside a text, as in Ollama: bare base64, data URIs or addresses."""
         made = []
         for i, image in enumerate(images):
@@ -553,37 +545,24 @@ class MessageReader:
             self.limits[0] if least is None else least, most, place, self.unused
         )
 
-    def _uncached(
-        self, part: schema.TextPart | schema.PicturePart | schema.VideoPart, place: str
-    ) -> None:
-        if not is_empty(part.cache_control):
-            why = "what was sent is remembered by itself; see /v1/cache/pin"
-            self.unused.add(f"{place}.cache_control", why)
-
     def _bound(self, uuid: str | None, data: bytes, place: str) -> bytes:
         """The bytes unchanged, after their client's name is bound to them."""
         if uuid is not None and self.bindings is not None:
             self.bindings.bind(self.tenant, self.whose, uuid, data, f"{place}.uuid")
         return data
 
-    def _file(self, part: schema.FilePart, place: str) -> list[Record]:
-        file = part.file
-        # Responses items have these fields in the part itself.
-        inside = place if place.startswith("input[") else f"{place}.file"
-        if (file.file_id is None) == (file.file_data is None):
-            raise invalid(inside, f"{place}: give either file_id or file_data")
-        if file.file_id is not None:
-            data = self.files.read(self.tenant, file.file_id, f"{inside}.file_id")
-        else:
-            data = _decoded(file.file_data or "", f"{inside}.file_data")
-        return self._pictures(data, self._shown(part, part.detail, place), place, part)
+    def _file(self, part: schema.FilePart | schema.InputFile, place: str) -> list[Record]:
+        held, inside = (
+            (part.file, f"{place}.file") if isinstance(part, schema.FilePart) else (part, place)
+        )
+        where, name = _one_of(held, ("file_id", "file_data", "file_url"), inside)
+        return self._image(part, where, f"{inside}.{name}", place)
 
     def _pictures(
         self, data: bytes, shown: SentImage, place: str, part: schema.PicturePart | None = None
     ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, depending on the bytes."""
         if part is not None:
-            self._uncached(part, place)
             self._bound(part.uuid, data, place)
         if not is_pdf(data) and is_video(data):
             return [self._video(data)]
@@ -614,11 +593,11 @@ class MessageReader:
                 left = self.config.bytes("url_bytes") - sum(map(len, self._fetched.values()))
                 seconds = self.config.seconds("url_timeout")
                 fetcher = Fetcher(max(left, 0), seconds, self.config.allow_private_urls)
-                self._fetched[url] = fetcher.fetch(checked_text(url, place))
+                self._fetched[url] = fetcher.fetch(url)
             return self._fetched[url]
         if url.startswith("file-"):
             return self.files.read(self.tenant, url, place)
-        return _bare_picture(url) or self._local(checked_text(url, place), place)
+        return _bare_picture(url) or self._local(url, place)
 
     def _local(self, url: str, place: str) -> bytes:
         """A file under an allowed folder. Forbidden files look like absent ones."""
@@ -661,16 +640,28 @@ def _located(place: str) -> Iterator[None]:
         raise
 
 
+_NAME = re.compile(r"\bmessage(\.name\b|\[.name.\])")  # of a speaker, in a chat template
+Given = str | schema.Address | schema.EncodedSource  # the fields that may hold a medium
+
+
+def _one_of(part: BaseModel, names: tuple[str, ...], place: str) -> tuple[Given, str]:
+    """The one field of several that is given, and its name."""
+    given = [name for name in names if getattr(part, name, None) is not None]
+    if len(given) != 1:
+        what = f"it needs one of {', '.join(names)}"
+        raise invalid(place, f"{place}: {what}")
+    return getattr(part, given[0]), given[0]
+
+
+def _thought_in(content: object) -> str | None:
+    """Thoughts that are parts of the content."""
+    if not isinstance(content, list):
+        return None
+    thoughts = [part for part in content if isinstance(part, schema.ThoughtPart)]
+    return "".join(part.thinking or part.text or "" for part in thoughts) or None
+
+
 _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
-
-
-def checked_text(text: str, place: str) -> str:
-    """A text that can be written as UTF-8; unpaired surrogates are refused."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(place, f"{place} holds half of a surrogate pair, which is no text") from None
-    return text
 
 
 def _text(text: str) -> Record:
@@ -707,10 +698,10 @@ def _bare_picture(text: str) -> bytes | None:
 def _call(call: schema.ToolCall, place: str) -> Record:
     """A tool call as templates want it: arguments as a record, if possible."""
     given = call.function.arguments
-    arguments = given if isinstance(given, dict) else arguments_of(checked_text(given, place))
-    name = checked_text(call.function.name, place)
+    arguments = given if isinstance(given, dict) else arguments_of(given)
+    name = call.function.name
     return {
-        **({} if call.id is None else {"id": checked_text(call.id, place)}),
+        **({} if call.id is None else {"id": call.id}),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

@@ -23,19 +23,15 @@ from pydantic import TypeAdapter
 from keepsight import digests
 from keepsight.kinds import Options, Record
 from keepsight.server import schema
-from keepsight.server.access import Visit, to_api_error, visit_of
-from keepsight.server.body import BodyRoute
+from keepsight.server.access import Visit, body_of, body_schema, to_api_error, visit_of
 from keepsight.server.chat import scored_of
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.parser import OutputPiece
 from keepsight.server.schema import (
     CallItem,
-    InputFile,
-    InputPart,
     Item,
     MessageItem,
     OtherItem,
-    PixelLimits,
     Reference,
     ResultItem,
     ThoughtItem,
@@ -60,15 +56,12 @@ if TYPE_CHECKING:
     from keepsight.server.service import Service
 
 
-_SAME = (
-    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "stop", "skip_special_tokens",
-    "service_tier", "user", "safety_identifier", "prompt_cache_key", "cache_salt",
-    "chat_template_kwargs", "keepsight", "min_tokens", "ignore_eos", "stop_token_ids",
-    "reasoning", "reasoning_effort", "thinking", "enable_thinking", *PixelLimits.model_fields,
-)  # fmt: skip
 _SCORED = "message.output_text.logprobs"
+_MOST = 10_000  # responses per key
+_LONGEST = 10_000  # responses per chain
+_LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
+BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
+_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 Placed = tuple[Item, str]  # an item, and the client's name for it
 
 
@@ -98,37 +91,31 @@ def as_chat(
     longer than the body, with all references resolved."""
     items = items_of(body) if items is None else items
     unused = Unused() if unused is None else unused
-    for name, why in schema.RESPONSES_REFUSED.items():
-        if not is_empty(getattr(body, name)):
-            raise refused(name, why)
     if body.text is not None and body.text.format and body.text.format.type != "text":
         raise refused("text.format", "only {'type': 'text'} can be honoured here")
     scored = _SCORED in (body.include or ())
     if body.top_logprobs and not scored:
         raise invalid("top_logprobs", f"it needs include: ['{_SCORED}']")
     _name_unused(body, unused)
-    same = {name: getattr(body, name) for name in _SAME}
-    choice = body.tool_choice
-    if isinstance(choice, schema.ResponsesToolChoice):
-        choice = "required"  # refused with it
-    return schema.ChatRequest(
-        **same,
-        messages=_messages(body, _used(items, unused)),
-        tools=list(_tools(body, unused)) or None,
-        tool_choice=choice,
-        max_completion_tokens=body.max_output_tokens,
-        logprobs=True if scored else None,
-        top_logprobs=body.top_logprobs if scored else None,
+    same = {name: getattr(body, name) for name in schema.AnswerOptions.model_fields}
+    return schema.ChatRequest.model_construct(
+        **same
+        | {
+            "messages": _messages(body, _used(items, unused)),
+            "tools": list(_tools(body, unused)) or None,
+            "tool_choice": body.tool_choice,
+            "max_completion_tokens": body.max_output_tokens,
+            "logprobs": True if scored else None,
+            "top_logprobs": body.top_logprobs if scored else None,
+            "stream_options": None,
+        }
     )
 
 
 def _name_unused(body: schema.ResponsesRequest, unused: Unused) -> None:
     """Report the known fields that have no effect here."""
-    for name, why in schema.RESPONSES_NAMED.items():
-        if not is_empty(getattr(body, name)):
-            unused.add(name, why)
     if body.text is not None and not is_empty(body.text.verbosity):
-        unused.add("text.verbosity", schema.NAMED["verbosity"])
+        unused.add("text.verbosity", schema.ChatRequest.IGNORED["verbosity"])
     if body.truncation == "auto":
         unused.add("truncation", "prompts are not cut; what is too long is refused")
     options = body.stream_options
@@ -144,7 +131,7 @@ def _name_unused(body: schema.ResponsesRequest, unused: Unused) -> None:
 def _tools(body: schema.ResponsesRequest, unused: Unused) -> Iterator[schema.Tool]:
     for number, tool in enumerate(body.tools or ()):
         if isinstance(tool, schema.HostedTool):
-            tool.name_unused(f"tools[{number}]", unused)
+            schema.name_hosted(tool, f"tools[{number}]", unused)
             continue
         if tool.strict:
             unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
@@ -201,8 +188,7 @@ def _only_thought(thought: str) -> schema.ChatMessage:
 def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, place: str) -> None:
     """Append an item as a message; tool calls join their answer."""
     if isinstance(item, ResultItem):
-        content = item.output if isinstance(item.output, str) else _parts(item.output)
-        message = schema.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
+        message = schema.ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
         made.append(message.called(place, f"{place}.output"))
     elif isinstance(item, CallItem):
         function = schema.CalledFunction(name=item.name, arguments=item.arguments)
@@ -215,36 +201,11 @@ def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, pla
             )
             made.append(message.called(place, f"{place}.content"))
     elif isinstance(item, MessageItem):
-        content = item.content if isinstance(item.content, str) else _parts(item.content)
         reasoning = thought if item.role == "assistant" else None
-        message = schema.ChatMessage(role=item.role, content=content, reasoning_content=reasoning)
+        message = schema.ChatMessage(
+            role=item.role, content=item.content, reasoning_content=reasoning
+        )
         made.append(message.called(place, f"{place}.content"))
-
-
-def _parts(given: Sequence[InputPart]) -> list[schema.Part]:
-    return [_part(part) for part in given]
-
-
-def _part(part: InputPart) -> schema.Part:
-    """A part in the form of the chat API; only files differ."""
-    if not isinstance(part, InputFile):
-        return part
-    names = ("file_url", "file_id", "file_data")
-    given = [name for name in names if getattr(part, name) is not None]
-    if len(given) != 1:
-        raise invalid("input", f"a part of type {part.type} needs one of {', '.join(names)}")
-    same = {name: getattr(part, name) for name in schema.PicturePart.model_fields}
-    if part.file_url is not None:
-        return schema.ImagePart(type="image_url", image_url=part.file_url, **same)
-    handle = schema.FileHandle(file_id=part.file_id, file_data=part.file_data)
-    return schema.FilePart(type="file", file=handle, **same)
-
-
-_MOST = 10_000  # responses per key
-_LONGEST = 10_000  # responses per chain
-_LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
-BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
-_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 @dataclass(frozen=True)
@@ -474,14 +435,22 @@ _TYPES = {"text": "message", "thought": "reasoning"}
 
 def routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter(tags=["answers"], route_class=BodyRoute)
+    router = APIRouter(tags=["answers"])
 
-    @router.post("/v1/responses", operation_id="responses", responses=STREAMED)
-    async def responses(body: schema.ResponsesRequest, request: Request) -> Response:
+    @router.post(
+        "/v1/responses",
+        operation_id="responses",
+        responses=STREAMED,
+        openapi_extra=body_schema(schema.ResponsesRequest),
+    )
+    async def responses(
+        body: Annotated[schema.ResponsesRequest, body_of(schema.ResponsesRequest)],
+        request: Request,
+    ) -> Response:
         """An answer to a list of items, whole or streamed."""
         visit = visit_of(request)
         visit.asked(body)
-        schema.refuse_stream_options(body)
+        body.check_stream_options()
         caller, keeps = visit.who(), body.store is not False
         if keeps and body.store and not service.responses.share:
             visit.unused.add("store", "this server keeps no responses; see --responses-budget")
@@ -490,13 +459,13 @@ def routes(service: Service) -> APIRouter:
 
         async def asking() -> AnswerRequest:
             whose = caller.salted(body.cache_salt)
-            items = await service.scheduler.work(
+            items = await service.threads.run(
                 lambda: service.responses.conversation(caller.tenant, whose, body)
             )
             asked.extend(
                 item for item, place in items if place != BEFORE and not isinstance(item, OtherItem)
             )
-            chat = await service.scheduler.work(lambda: as_chat(body, items, visit.unused))
+            chat = await service.threads.run(lambda: as_chat(body, items, visit.unused))
             return await service.ask(chat, visit)
 
         ask = await unless_gone(request, asking(), visit)
@@ -516,7 +485,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def stored(response_id: str, request: Request, salt: str | None) -> StoredResponse:
         caller = visit_of(request).who()
         whose = caller.salted(salt)
-        return await service.scheduler.work(
+        return await service.threads.run(
             lambda: service.responses.get(caller.tenant, whose, response_id)
         )
 
@@ -537,7 +506,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         """Delete a response. Its continuations cannot be continued any more."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
-        await service.scheduler.work(
+        await service.threads.run(
             lambda: service.responses.delete(caller.tenant, whose, response_id)
         )
         return {"id": response_id, "object": "response", "deleted": True}
@@ -605,7 +574,7 @@ class ResponseWriter:
         if keeps:
             caller = self._visit.who()
             whose = caller.salted(body.cache_salt)
-            made["store"] = await self._service.scheduler.work(
+            made["store"] = await self._service.threads.run(
                 lambda: responses.put(caller.tenant, whose, self._asked, made)
             )
         return made

@@ -1,14 +1,14 @@
-"""Request fields without effect here: accepted, and reported in a header, the log and the report,
-so that no option is silently ignored.
+"""The bodies that clients send, in the dialects of many servers, and what becomes of each field.
 
-With `--unknown-fields refuse` the server refuses the first of them instead, with a hint.
+A field of a model below is honoured. At the top of a body `IGNORED` names those that are accepted
+without effect and `REFUSED` those that would change an answer and cannot be done; any other unknown
+field is ignored, and named like the first. What is unknown further inside is ignored without a
+word. Values are strict: `"1"` is not a number. Null means the same as leaving a field out.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -17,7 +17,6 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    JsonValue,
     PrivateAttr,
     Tag,
 )
@@ -30,195 +29,82 @@ _MOST = 24  # names that are listed; the rest is counted
 _LONGEST = 120  # characters per name
 _STRANGE = re.compile(r"[^A-Za-z0-9_.\[\]:/@$+-]")  # not allowed in a header, or in a list in one
 
-
-class Strict(BaseModel):
-    """A record without unknown fields and without type coercion."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Open(Strict):
-    """A record of an API with many dialects: unknown fields are accepted and reported."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    # Unknown names that may change an answer: always refused.
-    CONSTRAINING: ClassVar[dict[str, str]] = {}
-    # Known names that are never suggested.
-    NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()
-
-    def echoes(self) -> bool:
-        """Whether this is part of an earlier answer, to which clients add fields."""
-        return False
-
-
-def is_empty(value: object) -> bool:
-    """Whether a value says nothing: null, false, or an empty text, list or record."""
-    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
-
-
-class Unused:
-    """The unused fields of one request."""
-
-    def __init__(self, refuse: bool = False) -> None:
-        self.refuse = refuse
-        self._why: dict[str, str] = {}  # by name, in order of appearance
-        self._more = 0
-
-    def add(self, place: str, why: str) -> None:
-        """Report a known field without effect, or refuse it."""
-        if self.refuse:
-            raise refused(place, why)
-        self._note(place, why)
-
-    def sift(self, body: BaseModel) -> None:
-        """Remove unknown fields from a body at every depth, and note their names."""
-        for record, path, quiet in _records(body, (), False):
-            extra = record.__pydantic_extra__
-            if not extra:
-                continue
-            for name, value in extra.items():
-                if not (quiet or is_empty(value)):
-                    self._unknown(record, place_of((*path, name[:_LONGEST])), name, value)
-            extra.clear()
-
-    def _unknown(self, record: Open, place: str, name: str, value: JsonValue) -> None:
-        if isinstance(value, float) and not math.isfinite(value):
-            raise invalid(place, f"{place} is not a valid JSON number")
-        if (why := record.CONSTRAINING.get(name)) is not None:
-            if (name, value) not in _NEUTRAL:
-                raise refused(place, why)
-            return
-        known = {field.alias or own for own, field in type(record).model_fields.items()}
-        known -= record.NOT_HONOURED
-        if self.refuse:
-            raise unknown(place, known)
-        if len(self._why) < _MOST:  # finding a hint takes time
-            self._note(place, f"unknown; {hint_for(place, known)}")
-        else:
-            self._more += 1
-
-    def _note(self, place: str, why: str) -> None:
-        if place in self._why or len(self._why) < _MOST:
-            self._why.setdefault(place, why)
-        else:
-            self._more += 1
-
-    def names(self) -> list[str]:
-        """The names, safe for a header and a log: without spaces, commas and unusual characters."""
-        named = [_STRANGE.sub("?", place)[:_LONGEST] for place in self._why]
-        return [*named, f"+{self._more}"] if self._more else named
-
-    def header(self) -> str:
-        """The names on one line; empty if everything was used."""
-        return ", ".join(self.names())
-
-    def notes(self) -> tuple[str, ...]:
-        """The names with their reasons, as in a report."""
-        notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
-        return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
-
-
-_NEUTRAL: tuple[tuple[str, object], ...] = (
-    ("best_of", 1),
-    ("truncate_prompt_tokens", -1),
-    ("prompt_logprobs", 0),
-)
-
-
-def _records(
-    value: object, path: tuple[object, ...], quiet: bool
-) -> Iterator[tuple[Open, tuple[object, ...], bool]]:
-    """Every record of a body with the path to it, and whether it is part of an earlier answer."""
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            if isinstance(item, BaseModel):
-                yield from _records(item, (*path, number), quiet)
-    elif isinstance(value, BaseModel):
-        if isinstance(value, Open):
-            quiet = quiet or value.echoes()
-            yield value, path, quiet
-        for name, inside in value.__dict__.items():
-            if isinstance(inside, list | BaseModel):
-                yield from _records(inside, (*path, name), quiet)
-
-
-def place_of(path: tuple[object, ...]) -> str:
-    """The path as in `messages[0].content`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
 Text = Annotated[str, Field(max_length=16_000_000)]
 Where = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Id = Annotated[str, Field(min_length=1, max_length=4096)]  # may hold a whole thought
+Label = Annotated[str, Field(max_length=1024)]
+Level = Annotated[str, Field(max_length=64)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 Detail = Literal["auto", "low", "high", "original"]
 Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
+Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
+TemplateOptions = dict[str, object]
 
 
-def kind_of(value: object) -> str:
-    """Which type of a union of text and list is meant."""
+def _form(value: object) -> str:
+    """Which form of a union is meant; such tags are left out of the places in errors."""
     return "as parts" if isinstance(value, list) else "as text"
 
 
-def _address_kind(value: object) -> str:
+def _record_or_text(value: object) -> str:
     return "as text" if isinstance(value, str) else "as record"
 
 
-class TextPart(Open):
+class Inner(BaseModel):
+    """A record inside of a body; what is unknown in it is ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+# -- parts of messages -----------------------------------------------------------------------------
+
+
+class TextPart(Inner):
     """Text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
-    cache_control: JsonValue = None
-
-    def echoes(self) -> bool:
-        """Whether this is text of an earlier answer, which clients send back with additions."""
-        return self.type == "output_text"
 
 
-class RefusalPart(Open):
+class RefusalPart(Inner):
     """A refusal in an earlier answer; the model sees it as text."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
-class ThoughtPart(Open):
+class ThoughtPart(Inner):
     """A thought in the content of an earlier answer."""
 
     type: Literal["thinking", "reasoning", "redacted_thinking"]
     thinking: Text | None = None
     text: Text | None = None
 
-    def echoes(self) -> bool:
-        return True
 
-
-class ImageAddress(Open):
-    """The address of a picture: http(s), a data URI, or a path under an allowed folder."""
+class Address(Inner):
+    """The address of a medium: http(s), a data URI, an upload, or a path in an allowed folder."""
 
     url: Where
     detail: Detail | None = None
 
 
 Place = Annotated[
-    Annotated[ImageAddress, Tag("as record")] | Annotated[Where, Tag("as text")],
-    Discriminator(_address_kind),
+    Annotated[Address, Tag("as record")] | Annotated[Where, Tag("as text")],
+    Discriminator(_record_or_text),
 ]
 
 
-class SizeLimits(Open):
+class SizeLimits(Inner):
     """The size limits of a processor."""
 
     shortest_edge: Pixels | None = None
     longest_edge: Pixels | None = None
 
 
-class ProcessorOptions(Open):
+class ProcessorOptions(Inner):
     """`mm_processor_kwargs`: those processor options that limit the size of a picture."""
 
     min_pixels: Pixels | None = None
@@ -226,7 +112,7 @@ class ProcessorOptions(Open):
     size: SizeLimits | None = None
 
 
-class PixelLimits(Open):
+class PixelLimits(Inner):
     """How large pictures are shown to the model."""
 
     min_pixels: Pixels | None = None
@@ -250,30 +136,21 @@ class PicturePart(PixelLimits):
 
     detail: Detail | None = None
     uuid: Id | None = None
-    cache_control: JsonValue = None
 
 
-class ImagePart(PicturePart):
-    """A picture."""
-
-    type: Literal["image_url"]
-    image_url: Place
-
-
-class EncodedSource(Open):
+class EncodedSource(Inner):
     """A picture in the body or at an address, as in Anthropic's API."""
 
     type: Literal["base64", "url"]
     data: Where | None = None
     url: Where | None = None
-    media_type: JsonValue = None
 
 
-class BareImagePart(PicturePart):
-    """A picture as Hugging Face's templates, Responses and Anthropic's API write it; one of these
+class ImagePart(PicturePart):
+    """A picture as OpenAI, Hugging Face's templates or Anthropic's API write it; one of these
     fields holds it."""
 
-    type: Literal["image", "input_image"]
+    type: Literal["image_url", "image", "input_image"]
     image: Place | None = None
     image_url: Place | None = None
     url: Where | None = None
@@ -282,48 +159,34 @@ class BareImagePart(PicturePart):
     data: Where | None = None
     source: EncodedSource | None = None
     file_id: Name | None = None
-    mime_type: JsonValue = None  # the bytes tell what it is
 
 
-class EmbedsPart(Open):
+class EmbedsPart(Inner):
     """Features in place of a picture: a `.sight` file as base64, as a data URI, or by its id."""
 
     type: Literal["image_embeds"]
-    image_embeds: JsonValue
+    image_embeds: object
 
 
-class VideoAddress(Open):
-    """The address of a video."""
-
-    url: Where
-
-
-VideoPlace = Annotated[
-    Annotated[VideoAddress, Tag("as record")] | Annotated[Where, Tag("as text")],
-    Discriminator(_address_kind),
-]
-
-
-class VideoPart(Open):
+class VideoPart(Inner):
     """A video, if the model takes videos."""
 
     type: Literal["video_url", "video", "input_video"]
-    video_url: VideoPlace | None = None
-    video: VideoPlace | None = None
+    video_url: Place | None = None
+    video: Place | None = None
     url: Where | None = None
     path: Where | None = None
     uuid: Id | None = None
-    cache_control: JsonValue = None
 
 
-class Sound(Open):
+class Sound(Inner):
     """Sound in the body."""
 
-    data: Annotated[str, Field(min_length=1)]
+    data: Where
     format: Literal["wav", "mp3", "flac", "ogg"] | None = None
 
 
-class SoundPart(Open):
+class SoundPart(Inner):
     """Sound, if the model takes sound."""
 
     type: Literal["input_audio"]
@@ -331,12 +194,12 @@ class SoundPart(Open):
     uuid: Id | None = None
 
 
-class FileHandle(Open):
-    """An uploaded file by its id, or a file in the body as a data URI."""
+class FileHandle(Inner):
+    """An uploaded file by its id, a file in the body as a data URI, or one at an address."""
 
     file_id: Name | None = None
     file_data: Where | None = None
-    filename: Annotated[str, Field(max_length=1024)] | None = None
+    file_url: Where | None = None
 
 
 class FilePart(PicturePart):
@@ -346,176 +209,141 @@ class FilePart(PicturePart):
     file: FileHandle
 
 
+class InputFile(PicturePart, FileHandle):
+    """The same as a part of `/v1/responses`."""
+
+    type: Literal["input_file"]
+
+
 Part = Annotated[
     TextPart
     | RefusalPart
     | ThoughtPart
     | ImagePart
-    | BareImagePart
     | EmbedsPart
     | VideoPart
     | SoundPart
-    | FilePart,
+    | FilePart
+    | InputFile,
     Discriminator("type"),
 ]
 Content = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")],
-    Discriminator(kind_of),
+    Annotated[Text, Tag("as text")] | Annotated[list[Part], Field(fail_fast=True), Tag("as parts")],
+    Discriminator(_form),
 ]
 
 
-Given = str | ImageAddress | VideoAddress | EncodedSource  # the fields that may hold a medium
+# -- tools -----------------------------------------------------------------------------------------
 
 
-def one_of(
-    part: BareImagePart | VideoPart, names: tuple[str, ...], place: str
-) -> tuple[Given, str]:
-    """Return the one field of several that is given, and its name."""
-    given = [name for name in names if getattr(part, name, None) is not None]
-    if len(given) != 1:
-        what = f"a part of type {part.type} needs one of {', '.join(names)}"
-        raise invalid(place, f"{place}: {what}")
-    return getattr(part, given[0]), given[0]
-
-
-def thought_in(content: object) -> str | None:
-    """Thoughts that are parts of the content."""
-    if not isinstance(content, list):
-        return None
-    thoughts = [part for part in content if isinstance(part, ThoughtPart)]
-    return "".join(part.thinking or part.text or "" for part in thoughts) or None
-
-
-Unit = Annotated[float, Field(ge=0.0, le=1.0)]
-Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
-
-
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = Annotated[
-    Annotated[StopText, Tag("as text")]
-    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("as parts")],
-    Discriminator(kind_of),
-]
-# An empty text, or none in a list, ends nothing.
-StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)]
-
-
-# -- tools -------------------------------------------------------------------------------------
-
-
-class Function(Open):
+class Function(Inner):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
-class Tool(Open):
+class Tool(Inner):
     """A tool."""
 
     type: Literal["function"]
     function: Function
 
 
-class HostedTool(Open):
-    """A tool that another kind of server runs: accepted, reported, and not shown to the model."""
+class FunctionTool(Function):
+    """A tool in the form of `/v1/responses`."""
+
+    type: Literal["function"]
+
+
+class HostedTool(Inner):
+    """A tool that another kind of server runs: accepted, named, and not shown to the model."""
 
     type: Name
 
-    def echoes(self) -> bool:
-        """Always: it is reported as a whole, not by its fields."""
-        return True
 
-    def name_unused(self, place: str, unused: Unused) -> None:
-        """Report it."""
-        unused.add(place, f"there are no tools of the type {self.type[:100]!r} here; see functions")
-
-
-def tool_kind(value: object) -> str:
-    """Whether a tool is a function."""
+def _tool_kind(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "as function" if kind in (None, "function") else "as hosted"
 
 
 AnyTool = Annotated[
     Annotated[Tool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
-    Discriminator(tool_kind),
+    Discriminator(_tool_kind),
+]
+AnyFunctionTool = Annotated[
+    Annotated[FunctionTool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
+    Discriminator(_tool_kind),
 ]
 
 
-def _arguments_kind(value: object) -> str:
-    return "as record" if isinstance(value, dict) else "as text"
-
-
-class CalledFunction(Open):
+class CalledFunction(Inner):
     """A called function: `arguments` is JSON in a string, as the client got it, or the record
     itself, as templates have it."""
 
     name: Name
     arguments: Annotated[
-        Annotated[Text, Tag("as text")] | Annotated[dict[str, JsonValue], Tag("as record")],
-        Discriminator(_arguments_kind),
+        Annotated[Text, Tag("as text")] | Annotated[dict[str, object], Tag("as record")],
+        Discriminator(lambda value: "as record" if isinstance(value, dict) else "as text"),
     ]
 
 
-class ToolCall(Open):
+class ToolCall(Inner):
     """One call of a tool in an earlier answer."""
 
     id: Id | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # streams have it, and some clients send it back
 
 
-class NamedFunction(Open):
+class NamedFunction(Inner):
     """The name in a forced choice."""
 
     name: Name
 
 
-class ChatToolChoice(Open):
-    """A forced tool choice; it is known, and refused by name."""
+class ForcedChoice(Inner):
+    """A forced choice of a tool, in the form of either API; it is known, and refused by name."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: NamedFunction | None = None
+    name: Name | None = None
 
 
 _CHOICES = ("none", "auto", "required")
 
 
-def choice_kind(value: object) -> str | None:
-    """The form of a tool choice."""
+def _choice_kind(value: object) -> str | None:
     if isinstance(value, dict | BaseModel):
         kind = value.get("type") if isinstance(value, dict) else "function"
         return "as function" if kind == "function" else None
     return "as text" if value in _CHOICES else None
 
 
-def plain_choice(value: object) -> object:
-    """Convert `{"type": "auto"}`, as some clients write `"auto"`."""
+def _plain_choice(value: object) -> object:
+    """`{"type": "auto"}`, as some clients write `"auto"`."""
     kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
     return kind if kind in _CHOICES else value
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("as text")]
-    | Annotated[ChatToolChoice, Tag("as function")],
+    | Annotated[ForcedChoice, Tag("as function")],
     Discriminator(
-        choice_kind,
+        _choice_kind,
         custom_error_type="tool_choice",
-        custom_error_message="expected 'none', 'auto', 'required', or a function by its name, as "
-        "in {'type': 'function', 'function': {'name': ...}}",
+        custom_error_message="expected 'none', 'auto', 'required', or a function by its name",
     ),
-    BeforeValidator(plain_choice),
+    BeforeValidator(_plain_choice),
 ]
 
 
-# -- messages ----------------------------------------------------------------------------------
+# -- the messages of chat and the items of responses -----------------------------------------------
 
 
-class ChatMessage(Open):
+class ChatMessage(Inner):
     """One message, or an answer that a client sends back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -524,21 +352,15 @@ class ChatMessage(Open):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Id | None = None
     reasoning_content: Text | None = None
-    reasoning: JsonValue = None  # another name of reasoning_content
+    reasoning: object = None  # another name of reasoning_content
     refusal: Text | None = None
-    images: list[JsonValue] | None = None  # as in Ollama: base64, or addresses
-    annotations: JsonValue = None
-    audio: JsonValue = None
-    function_call: JsonValue = None
+    images: list[object] | None = None  # as in Ollama: base64, or addresses
+    function_call: object = None
     prefix: bool | None = None  # DeepSeek's field for continuing an answer
     partial: bool | None = None  # and Kimi's
     # The client's names for this message and its content, if it did not send `messages`.
     _place: str | None = PrivateAttr(default=None)
     _content_place: str | None = PrivateAttr(default=None)
-
-    def echoes(self) -> bool:
-        """Whether this is an answer, which clients send back with additions."""
-        return self.role == "assistant"
 
     def thought(self) -> str | None:
         """The thought before the answer."""
@@ -557,43 +379,95 @@ class ChatMessage(Open):
         return place, self._content_place or f"{place}.content"
 
 
-class StreamOptions(Open):
-    """What a stream carries besides text."""
+class MessageItem(Inner):
+    """A message."""
 
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class ResponseFormat(Open):
-    """The one format of answers without constraints."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonValue = None
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Id | None = None
 
 
-class KeepsightOptions(Strict):
-    """Options that only this server has."""
+class Thought(Inner):
+    """The text of a thought."""
 
-    report: bool = False
-
-
-class Reasoning(Open):
-    """How much to think before an answer, and which thoughts are sent."""
-
-    effort: Annotated[str, Field(max_length=64)] | None = None
-    enabled: bool | None = None
-    summary: JsonValue = None
-    generate_summary: JsonValue = None
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
 
 
-# What would change an answer and is not possible here: refused under all names that servers use.
-_CONSTRAINED = "tokens cannot be constrained here"
-CONSTRAINING: dict[str, str] = {
+class ThoughtItem(Inner):
+    """An earlier thought."""
+
+    type: Literal["reasoning"]
+    id: Id | None = None
+    summary: list[Thought] | None = None
+    content: list[Thought] | None = None
+
+
+class CallItem(Inner):
+    """An earlier tool call."""
+
+    type: Literal["function_call"]
+    id: Id | None = None
+    call_id: Id
+    name: Name
+    arguments: Text
+
+
+class ResultItem(Inner):
+    """The result of a tool."""
+
+    type: Literal["function_call_output"]
+    id: Id | None = None
+    call_id: Id
+    output: Content
+
+
+class OtherItem(Inner):
+    """An action of another server: a search, or a call of a hosted tool."""
+
+    type: Name
+
+
+class Reference(Inner):
+    """A stored item, by its id."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
+_FUNCTIONS = ("function_call", "function_call_output")
+_HOSTED = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
+
+
+def _item_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = "message" if kind is None else kind
+    if not isinstance(kind, str):
+        return "as message"
+    return "as another" if kind not in _FUNCTIONS and _HOSTED.match(kind) else f"as {kind}"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("as message")]
+    | Annotated[ThoughtItem, Tag("as reasoning")]
+    | Annotated[CallItem, Tag("as function_call")]
+    | Annotated[ResultItem, Tag("as function_call_output")]
+    | Annotated[Reference, Tag("as item_reference")]
+    | Annotated[OtherItem, Tag("as another")],
+    Discriminator(_item_kind),
+]
+
+
+# -- what becomes of fields ------------------------------------------------------------------------
+
+# What would change an answer and is not possible here, under all names that servers use.
+_CONSTRAINING: dict[str, str] = {
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
          "structured_outputs", "grammar", "json_schema", "regex", "ebnf", "format",
-         "allowed_token_ids", "bad_words", "logits_processors"), _CONSTRAINED
+         "allowed_token_ids", "bad_words", "logits_processors"),
+        "tokens cannot be constrained here",
     ),
     "use_beam_search": "beams are not decoded here",
     "best_of": "of several answers all are given; see n",
@@ -602,20 +476,153 @@ CONSTRAINING: dict[str, str] = {
     "truncate_prompt_tokens": "prompts are not cut",
     "prompt_logprobs": "only tokens of the answer are scored",
 }  # fmt: skip
+_WITHOUT_EFFECT: dict[str, str] = {
+    "moderation": "there is no moderation model here",
+    "prompt_cache_options": "what was used last is kept; see /v1/prepare",
+    "prompt_cache_retention": "what was used last is kept; see the server's --ttl",
+}
+_NEUTRAL: tuple[tuple[str, object], ...] = (
+    ("best_of", 1),
+    ("truncate_prompt_tokens", -1),
+    ("prompt_logprobs", 0),
+)
 
 
-TemplateOptions = dict[str, JsonValue]
+def is_empty(value: object) -> bool:
+    """Whether a value says nothing: null, false, or an empty text, list or record."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
-class PromptOptions(PixelLimits):
+class Body(PixelLimits):
+    """A whole body: what is unknown in it is named or refused."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    IGNORED: ClassVar[dict[str, str]] = {}
+    REFUSED: ClassVar[dict[str, str]] = {}
+
+
+class Unused:
+    """The fields of one request that have no effect. They are told in a header, in the log and in
+    the report, so that no option is silently ignored; with `refuse` the first one is an error."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse = refuse
+        self._why: dict[str, str] = {}  # by name, in order of appearance
+        self._more = 0
+
+    def add(self, place: str, why: str) -> None:
+        """Name a known field without effect, or refuse it."""
+        if self.refuse:
+            raise refused(place, why)
+        if place in self._why or len(self._why) < _MOST:
+            self._why.setdefault(place, why)
+        else:
+            self._more += 1
+
+    def sift(self, body: Body) -> None:
+        """Take the fields out of a body that are not honoured: name them, or refuse them."""
+        extra = body.__pydantic_extra__ or {}
+        for name, value in extra.items():
+            if (why := body.REFUSED.get(name)) is not None:
+                searches = name == "web_search_options" and value is not None  # {} does, too
+                if searches or not (is_empty(value) or (name, value) in _NEUTRAL):
+                    raise refused(name, why)
+            elif not is_empty(value):
+                self._ignored(body, name[:_LONGEST])
+        extra.clear()
+
+    def _ignored(self, body: Body, name: str) -> None:
+        known = type(body).model_fields
+        if (why := body.IGNORED.get(name)) is not None:
+            self.add(name, why)
+        elif self.refuse:
+            raise unknown(name, known)
+        elif len(self._why) < _MOST:  # finding a hint takes time
+            self.add(name, f"unknown; {hint_for(name, known)}")
+        else:
+            self._more += 1
+
+    def names(self) -> list[str]:
+        """The names, safe for a header and a log: without spaces, commas and unusual characters."""
+        named = [_STRANGE.sub("?", place)[:_LONGEST] or "?" for place in self._why]
+        return [*named, f"+{self._more}"] if self._more else named
+
+    def header(self) -> str:
+        """The names on one line; empty if everything was used."""
+        return ", ".join(self.names())
+
+    def notes(self) -> tuple[str, ...]:
+        """The names with their reasons, as in a report."""
+        notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
+        return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
+
+
+def name_hosted(tool: HostedTool, place: str, unused: Unused) -> None:
+    """Name a tool that does not run here."""
+    unused.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[
+    Annotated[StopText, Tag("as text")]
+    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("as parts")],
+    Discriminator(_form),
+]
+# An empty text, or none in a list, ends nothing.
+StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)]
+
+
+class StreamOptions(Inner):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Format(Inner):
+    """The one format of answers without constraints."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextSettings(Inner):
+    """Settings of text."""
+
+    format: Format | None = None
+    verbosity: object = None
+
+
+class KeepsightOptions(BaseModel):
+    """Options that only this server has; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    report: bool = False
+
+
+class Reasoning(Inner):
+    """How much to think before an answer, and which thoughts are sent."""
+
+    effort: Level | None = None
+    enabled: bool | None = None
+    summary: object = None
+    generate_summary: object = None
+
+
+class PromptOptions(Body):
     """Fields of both APIs besides the messages that decide the prompt."""
 
+    model: Name | None = None  # left out: the one that is served
     chat_template_kwargs: TemplateOptions | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    cache_salt: Salt | None = None
+    prompt_cache_key: Label | None = None
+    reasoning_effort: Level | None = None
     reasoning: Reasoning | None = None
-    thinking: JsonValue = None  # {"type": "enabled"} or "disabled", as in Anthropic's API
+    thinking: object = None  # {"type": "enabled"} or "disabled", as in Anthropic's API
     enable_thinking: bool | None = None
 
 
@@ -627,8 +634,8 @@ class AnswerOptions(PromptOptions):
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopOption = None
     skip_special_tokens: bool | None = None
@@ -640,19 +647,23 @@ class AnswerOptions(PromptOptions):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     parallel_tool_calls: bool | None = None
-    service_tier: Annotated[str, Field(max_length=64)] | None = None
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
+    service_tier: Level | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
     keepsight: KeepsightOptions | None = None
+
+    def check_stream_options(self) -> None:
+        """Refuse stream options without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options is only allowed when stream is true")
 
 
 class Rendering(PromptOptions):
     """Everything that decides the prompt of a request to answer, prepare or explain."""
 
-    CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
+    REFUSED: ClassVar[dict[str, str]] = _CONSTRAINING
 
-    model: Name | None = None  # left out: the one that is served
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: list[AnyTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -669,27 +680,23 @@ class Rendering(PromptOptions):
         return bool(self.continue_final_message or last.prefix or last.partial)
 
 
-UNSUPPORTED: dict[str, str] = {
-    "audio": "answers are text",
-    "function_call": "deprecated; use tools and tool_choice",
-    "functions": "deprecated; use tools",
-    "web_search_options": "there is no web search here",
-}
-NAMED: dict[str, str] = {
-    "metadata": "answers of this API are not stored, so there is nothing to attach it to",
-    "moderation": "there is no moderation model here",
-    "prediction": "predicted outputs are not supported",
-    "prompt_cache_options": "what was used last is kept; see /v1/prepare",
-    "prompt_cache_retention": "what was used last is kept; see the server's --ttl",
-    "store": "answers of this API are not stored; see /v1/responses",
-    "verbosity": "this model has no such setting",
-}
-
-
 class ChatRequest(Rendering, AnswerOptions):
     """The body of `/v1/chat/completions`."""
 
-    NOT_HONOURED: ClassVar[frozenset[str]] = frozenset((*UNSUPPORTED, *NAMED))
+    IGNORED: ClassVar[dict[str, str]] = {
+        **_WITHOUT_EFFECT,
+        "metadata": "answers of this API are not stored, so there is nothing to attach it to",
+        "prediction": "predicted outputs are not supported",
+        "store": "answers of this API are not stored; see /v1/responses",
+        "verbosity": "this model has no such setting",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        **_CONSTRAINING,
+        "audio": "answers are text",
+        "function_call": "deprecated; use tools and tool_choice",
+        "functions": "deprecated; use tools",
+        "web_search_options": "there is no web search here",
+    }
 
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
@@ -698,197 +705,29 @@ class ChatRequest(Rendering, AnswerOptions):
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
     tool_choice: ToolChoice | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Format | None = None
     modalities: list[Literal["text", "audio"]] | None = None
-    # Refused, see UNSUPPORTED.
-    audio: JsonValue = None
-    function_call: JsonValue = None
-    functions: JsonValue = None
-    web_search_options: JsonValue = None
-    # Accepted and reported, see NAMED.
-    metadata: JsonValue = None
-    moderation: JsonValue = None
-    prediction: JsonValue = None
-    prompt_cache_options: JsonValue = None
-    prompt_cache_retention: JsonValue = None
-    store: JsonValue = None
-    verbosity: JsonValue = None
-
-
-class InputFile(PicturePart):
-    """A picture or a PDF."""
-
-    type: Literal["input_file"]
-    file_id: Name | None = None
-    file_data: Where | None = None
-    file_url: Where | None = None
-    filename: Annotated[str, Field(max_length=1024)] | None = None
-
-
-InputPart = Annotated[
-    TextPart | RefusalPart | BareImagePart | VideoPart | InputFile, Discriminator("type")
-]
-ItemContent = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[InputPart], Tag("as parts")],
-    Discriminator(kind_of),
-]
-
-
-class MessageItem(Open):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: ItemContent
-    id: Id | None = None
-    status: JsonValue = None
-    phase: JsonValue = None
-
-    def echoes(self) -> bool:
-        """Whether this is an earlier answer, which clients send back with additions."""
-        return self.role == "assistant"
-
-
-class Thought(Open):
-    """The text of a thought."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: Text
-
-
-class Echo(Open):
-    """A part of an earlier answer."""
-
-    id: Id | None = None
-    status: JsonValue = None
-
-    def echoes(self) -> bool:
-        """Always: clients send it back with additions."""
-        return True
-
-
-class ThoughtItem(Echo):
-    """An earlier thought."""
-
-    type: Literal["reasoning"]
-    summary: list[Thought] | None = None
-    content: list[Thought] | None = None
-    encrypted_content: JsonValue = None
-
-
-class CallItem(Echo):
-    """An earlier tool call."""
-
-    type: Literal["function_call"]
-    call_id: Id
-    name: Name
-    arguments: Text
-
-
-class ResultItem(Echo):
-    """The result of a tool."""
-
-    type: Literal["function_call_output"]
-    call_id: Id
-    output: ItemContent
-
-
-class OtherItem(Echo):
-    """An action of another server: a search, or a call of a hosted tool."""
-
-    type: Name
-
-
-class Reference(Open):
-    """A stored item, by its id."""
-
-    type: Literal["item_reference"]
-    id: Id
-
-
-def _item_kind(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    kind = "message" if kind is None else kind
-    if not isinstance(kind, str):
-        return "as message"
-    return "as another" if kind not in _FUNCTIONS and _HOSTED.match(kind) else f"as {kind}"
-
-
-_FUNCTIONS = ("function_call", "function_call_output")
-_HOSTED = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("as message")]
-    | Annotated[ThoughtItem, Tag("as reasoning")]
-    | Annotated[CallItem, Tag("as function_call")]
-    | Annotated[ResultItem, Tag("as function_call_output")]
-    | Annotated[Reference, Tag("as item_reference")]
-    | Annotated[OtherItem, Tag("as another")],
-    Discriminator(_item_kind),
-]
-
-
-class FunctionTool(Function):
-    """A tool in this API's form."""
-
-    type: Literal["function"]
-
-
-ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
-    Discriminator(tool_kind),
-]
-
-
-class ResponsesToolChoice(Open):
-    """A forced tool choice; it is known, and refused by name."""
-
-    type: Literal["function"]
-    name: Name
-
-
-ResponsesChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("as text")]
-    | Annotated[ResponsesToolChoice, Tag("as function")],
-    Discriminator(
-        choice_kind,
-        custom_error_type="tool_choice",
-        custom_error_message="expected 'none', 'auto', 'required', or a function by its name, as "
-        "in {'type': 'function', 'name': ...}",
-    ),
-    BeforeValidator(plain_choice),
-]
-
-
-class Format(Open):
-    """The format of answers."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    json_schema: JsonValue = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class TextSettings(Open):
-    """Settings of text."""
-
-    format: Format | None = None
-    verbosity: JsonValue = None
 
 
 class ResponsesRequest(AnswerOptions):
     """The body of `/v1/responses`."""
 
-    CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
-    NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()  # set below
+    IGNORED: ClassVar[dict[str, str]] = {
+        **_WITHOUT_EFFECT,
+        "context_management": "prompts are not cut",
+        "max_tool_calls": "there are no tools that run here",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        **_CONSTRAINING,
+        "background": "answers come with the request; leave it out or send false",
+        "conversation": "conversations are not stored; see previous_response_id",
+        "prompt": "there are no stored prompts",
+    }
 
-    model: Name | None = None  # left out: the one that is served
     input: Annotated[
         Annotated[Text, Tag("as text")]
-        | Annotated[list[Item], Field(min_length=1), Tag("as parts")],
-        Discriminator(kind_of),
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("as parts")],
+        Discriminator(_form),
     ]
     instructions: Text | None = None
     previous_response_id: Id | None = None
@@ -898,38 +737,41 @@ class ResponsesRequest(AnswerOptions):
     ) = None
     max_output_tokens: Tokens | None = None
     include: list[str] | None = None
-    tools: list[ResponsesTool] | None = None
-    tool_choice: ResponsesChoice | None = None
+    tools: list[AnyFunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
     text: TextSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # Refused, see RESPONSES_REFUSED.
-    background: JsonValue = None
-    conversation: JsonValue = None
-    prompt: JsonValue = None
-    # Accepted and reported, see RESPONSES_NAMED.
-    context_management: JsonValue = None
-    max_tool_calls: JsonValue = None
-    moderation: JsonValue = None
-    prompt_cache_options: JsonValue = None
-    prompt_cache_retention: JsonValue = None
 
 
-RESPONSES_REFUSED: dict[str, str] = {
-    "background": "answers come with the request; leave it out or send false",
-    "conversation": "conversations are not stored; see previous_response_id",
-    "prompt": "there are no stored prompts",
-}
-RESPONSES_NAMED: dict[str, str] = {
-    "context_management": "prompts are not cut",
-    "max_tool_calls": "there are no tools that run here",
-    "moderation": NAMED["moderation"],
-    "prompt_cache_options": NAMED["prompt_cache_options"],
-    "prompt_cache_retention": NAMED["prompt_cache_retention"],
-}
-ResponsesRequest.NOT_HONOURED = frozenset((*RESPONSES_REFUSED, *RESPONSES_NAMED))
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-def refuse_stream_options(body: AnswerOptions) -> None:
-    """Refuse stream options without a stream."""
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+class ResetRequest(BaseModel):
+    """What to forget: a tenant's own entries, or with `everyone` all; with `store` on disk too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)  # this route must not guess
+
+    cache_salt: Salt | None = None
+    everyone: bool = False
+    store: bool = False
+
+
+class HeldRequest(PixelLimits):
+    """What to pin or remove: a conversation, with `pictures_only` its pictures, or `images` by the
+    keys in reports and `/v1/cache/images`."""
+
+    model_config = ConfigDict(extra="forbid")  # this route must not guess
+
+    model: Name
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    images: Annotated[list[Key], Field(min_length=1, max_length=1000)] | None = None
+    pictures_only: bool = False
+    tools: list[AnyTool] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    cache_salt: Salt | None = None
+
+
+class PinRequest(HeldRequest):
+    """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
+
+    pinned: bool = True

@@ -28,7 +28,8 @@ from keepsight.server.access import Visit, to_api_error
 from keepsight.server.errors import ApiError
 from keepsight.server.parser import OutputParser, OutputPiece
 from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
-from keepsight.server.turns import Threads, ThreadsInTurn, account, is_large
+from keepsight.server.served_model import ServedModel
+from keepsight.server.turns import Threads, account, is_large
 
 T = TypeVar("T")
 
@@ -43,8 +44,6 @@ class AnswerRequest:
     template: Options = field(default_factory=dict)
     tools: list[Record] | None = None
     one_call: bool = False  # at most one tool call per answer
-    thinking: bool = False  # the template opened a thought
-    thinks: bool = False
     choices: int = 1
     notes: tuple[str, ...] = ()
     continued: bool = False  # the answer continues the last message
@@ -94,14 +93,8 @@ class AnswerEnd:
 class SchedulerClient:
     """Sends requests to the scheduler and returns its events."""
 
-    def __init__(self, together: Together, threads: Threads) -> None:
-        self.together, self._threads = together, threads
-        self._others = ThreadsInTurn(8, "keepsight-wait")  # work that no answer waits for
-        self._counters = ThreadsInTurn(2, "keepsight-stats")  # nor statistics
-        self._cache_threads = ThreadsInTurn(4, "keepsight-cache")  # may wait for a disk
-        self.work = self._others.run  # work that computes for long
-        self.flush = self._cache_threads.run  # work that waits for a disk, and needs no model
-        self.count = self._counters.run  # statistics: short, and waits for nothing else
+    def __init__(self, together: Together, threads: Threads, model: ServedModel) -> None:
+        self.together, self._threads, self._model = together, threads, model
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Submit one choice; bad input and a full queue are refused here."""
@@ -118,7 +111,8 @@ class SchedulerClient:
                 **options,
             )
 
-        return AnswerStream(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
+        ticket, arrived = await self._handed_in(work, is_large(ask.messages))
+        return AnswerStream(ticket, arrived, ask, recorder, self._model)
 
     async def prepare(
         self,
@@ -166,22 +160,14 @@ class SchedulerClient:
             raise
 
     async def change_cache(self, call: Callable[[], T]) -> T:
-        """Pin or remove. These wait for disks, in threads of their own. Accounts share their model
-        time, as for requests."""
+        """Pin or remove: each account one piece at a time."""
         whose = account.get()
 
         def in_turn() -> T:
             with self.together.beside(whose):
                 return call()
 
-        return await self._cache_threads.run(in_turn)
-
-    def close(self, drain: float) -> None:
-        """Let running requests finish."""
-        self.together.close(drain)
-        self._threads.close()
-        for threads in (self._others, self._counters, self._cache_threads):
-            threads.close()
+        return await self._threads.wait(in_turn)
 
 
 def _cancel_late(future: Future[Ticket]) -> None:
@@ -199,9 +185,11 @@ class AnswerStream:
         arrived: asyncio.Queue[Piece | Ticket],
         ask: AnswerRequest,
         recorder: Recorder | None,
+        model: ServedModel,
     ) -> None:
         self._ticket, self._arrived, self._ask, self._recorder = ticket, arrived, ask, recorder
-        self._speech = OutputParser(ask.thinking, ask.thinks, ask.tools is not None)
+        self._model = model
+        self._speech: OutputParser | None = None  # once the answer has begun
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
         self.unpaid = 0  # tokens written but not in any measurement
@@ -236,6 +224,9 @@ class AnswerStream:
 
     def _delta(self, piece: Piece) -> Delta:
         delta = Delta()
+        if self._speech is None:
+            opened = not self._ask.continued and self._model.opened_thought(self.prompt_ids)
+            self._speech = OutputParser(opened, self._model.thinks, self._ask.tools is not None)
         if piece.token is not None:
             delta.tokens.append(piece.token)
             self.unpaid += 1

@@ -1,7 +1,9 @@
-"""Threads shared by accounts in turn, so that no account waits for all of another's work.
+"""The threads of a server besides its model's; keys take turns in them.
 
-Each account has a queue, and the queues take turns. No account gets all threads at once: a busy one
-leaves a quarter of them for later work of others.
+Small requests are prepared at once, large ones by few threads: Python's threads take turns, so many
+large ones at once would slow down everybody's tokens. What waits for a disk, another server or the
+model has threads of its own. Each account has a queue, and the queues take turns; no account gets
+all threads at once, a quarter is left for later work of others.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from keepsight.kinds import Record
 
@@ -24,6 +26,13 @@ T = TypeVar("T")
 
 # The account of the current request; tasks that it starts inherit it.
 account: ContextVar[str] = ContextVar("account", default="the server itself")
+
+LARGE_BODY = 1 << 18  # bytes
+LARGE_TEXT = 1 << 15  # characters
+LARGE_PICTURES = 1 << 22  # pixels in all pictures of a request
+_MOST_LARGE = 4  # threads for slow work: each may hold several copies of a picture in memory
+_NICE = 10
+_LONGEST_REST = 2.0  # seconds
 
 
 class ThreadsInTurn:
@@ -38,11 +47,13 @@ class ThreadsInTurn:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Run a call in some thread, when it is its account's turn."""
-        work = _Work(call)
+        future: Future[T] = Future()
+        work = _Work(future, call)
+        future.add_done_callback(lambda _: work.forget())
         with self._lock:
             self._pool.submit(self._do_some)  # raises after close
             self._lines.setdefault(account.get(), deque()).append(work)
-        return work.future
+        return future
 
     async def run(self, call: Callable[[], T]) -> T:
         """The result of a call, for the event loop to await."""
@@ -68,8 +79,7 @@ class ThreadsInTurn:
                 self._running[done] -= 1
                 if not self._running[done]:
                     del self._running[done]
-            may = (name for name in self._lines if self._running[name] < self._most)
-            whose = next(may, None)
+            whose = next((one for one in self._lines if self._running[one] < self._most), None)
             if whose is None:
                 return None
             line = self._lines.pop(whose)
@@ -90,35 +100,24 @@ class ThreadsInTurn:
             work.future.cancel()
 
 
-class _Work(Generic[T]):
+class _Work:
     """One waiting call; a cancelled one holds nothing."""
 
-    def __init__(self, call: Callable[[], T]) -> None:
-        self.future: Future[T] = Future()
-        self._call: Callable[[], T] | None = call
-        self.future.add_done_callback(self._forget)
+    def __init__(self, future: Future[T], call: Callable[[], T]) -> None:
+        self.future, self._call = future, call
 
     def do(self) -> None:
         """Call it, unless it was cancelled."""
-        call = self._call
-        if call is None or not self.future.set_running_or_notify_cancel():
+        if not self.future.set_running_or_notify_cancel():
             return
         try:
-            self.future.set_result(call())
+            self.future.set_result(self._call())  # no longer cancelled, so not forgotten
         except BaseException as error:
             self.future.set_exception(error)
 
-    def _forget(self, _: Future[T]) -> None:
-        self._call = None
-
-
-LARGE_BODY = 1 << 18  # bytes
-LARGE_TEXT = 1 << 15  # characters
-LARGE_PICTURES = 1 << 22  # pixels in all pictures of a request
-_SMALL = 8  # threads for quick work
-_MOST_LARGE = 4  # threads for slow work: each may hold several copies of a picture in memory
-_NICE = 10
-_LONGEST_REST = 2.0  # seconds
+    def forget(self) -> None:
+        """Hold the call no longer."""
+        del self._call
 
 
 class RenderedMessages(list[Record]):
@@ -133,14 +132,16 @@ def is_large(messages: object) -> bool:
 
 
 class Threads:
-    """All threads of a server except those of its model and of fetching."""
+    """All threads of a server except those of its model."""
 
     def __init__(self, active: Callable[[], int]) -> None:
         """`active`: the number of requests being served."""
         self._active = active
-        self._small = ThreadsInTurn(_SMALL, "keepsight-small")
         few = min(_MOST_LARGE, max(1, (os.cpu_count() or 1) // 2))
+        self._small = ThreadsInTurn(8, "keepsight-small")
         self.large = ThreadsInTurn(few, "keepsight-large", _give_way)
+        self._waiting = ThreadsInTurn(32, "keepsight-waiting")
+        self.wait = self._waiting.run  # what waits for a disk, another server or the model
         self._own = threading.local()
 
     def submit(self, work: Callable[[], T], large: bool = False) -> Future[T]:
@@ -152,7 +153,8 @@ class Threads:
         return await asyncio.wrap_future(self.submit(work, large))
 
     def _rested(self, work: Callable[[], T]) -> T:
-        """Call it after this thread has rested as long as it worked before."""
+        """Call it after this thread has rested as long as it worked before, if others are served:
+        so one client's large requests take at most half of the interpreter's time."""
         rest = getattr(self._own, "until", 0.0) - time.monotonic()
         if rest > 0 and self._active() > 1:
             time.sleep(rest)
@@ -165,7 +167,7 @@ class Threads:
 
     def close(self) -> None:
         """Stop: start no further calls."""
-        for threads in (self._small, self.large):
+        for threads in (self._small, self.large, self._waiting):
             threads.close()
 
 
