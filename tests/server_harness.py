@@ -218,6 +218,9 @@ class Scripted:
             raise Busy(3, 7.0)
         self.asked.append((messages, options))
         ticket = Ticket(options["on_piece"], options["on_done"])
+        if "template_kwargs" in options:  # which may open a thought
+            template = {**options["template_kwargs"], "tools": options.get("tools")}
+            ticket.prompt_ids = self.vlm.render(messages, **template).ids
         self.tickets.append(ticket)
         self.begun.set()
         threading.Thread(target=self._say, args=(ticket,), daemon=True).start()

@@ -22,7 +22,6 @@ import keepsight as ks
 from keepsight.errors import ImageError
 from keepsight.formats.package import storage_bytes
 from keepsight.media.caches import Downloads, MediaCaches
-from keepsight.server.served_model import ServedModel
 from keepsight.store import SharedMemoryCache, priority
 from keepsight.store.tally import StoreCounters
 from keepsight.system.accounts import under_salt
@@ -243,25 +242,6 @@ def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
     shelf.put("b", "empty", "")
     shelf.check()
     assert shelf.bytes_of("b") == 200
-
-
-def test_template_options_are_remembered_by_their_digest(demo: Any) -> None:
-    subject = ServedModel(demo, "demo")
-    subject.thinks = True
-    for number in range(100):
-        subject.opens_thinking({"enable_thinking": "x" * 100_000 + str(number)}, "ann")
-    assert sum(map(sys.getsizeof, subject._opened)) < 20_000
-
-
-def test_no_time_tells_which_template_options_another_tenant_has(
-    demo: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subject, rendered = ServedModel(demo, "demo"), list[Any]()
-    subject.thinks = True
-    monkeypatch.setattr(subject, "_prompt", lambda asked, options: rendered.append(options) or "")
-    for tenant in ("ann", "ann", "bob", "bob"):
-        subject.opens_thinking({"enable_thinking": "a secret"}, tenant)
-    assert len(rendered) == 2  # the first time of each
 
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:

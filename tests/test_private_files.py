@@ -17,8 +17,7 @@ import keepsight as ks
 from keepsight.cli.app import app
 from keepsight.cli.chat import Shell
 from keepsight.formats import tensorfile
-from keepsight.server.media.files import Files
-from keepsight.server.media.uploads import OnDisk
+from keepsight.server.files import Files, OnDisk
 from keepsight.store import DiskStore
 from keepsight.store.addresses.remote import RemoteStore
 

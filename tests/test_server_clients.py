@@ -30,7 +30,7 @@ from keepsight.cli.app import app
 from keepsight.errors import Closed
 from keepsight.report import Piece
 from keepsight.scheduler import Ticket
-from keepsight.server.limits import intake
+from keepsight.server import access as intake
 
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -18,11 +18,10 @@ import keepsight as ks
 from bench.hostile import flat_png, pdf
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket
+from keepsight.server.access import network_of
 from keepsight.server.config import ServerConfig
-from keepsight.server.limits.callers import network_of
-from keepsight.server.limits.threads import Threads
-from keepsight.server.limits.turns import account
-from keepsight.server.media.fetch import Fetcher
+from keepsight.server.fetch import Fetcher
+from keepsight.server.turns import Threads, account
 
 HELLO = [{"role": "user", "content": "hello"}]
 

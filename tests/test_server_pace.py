@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from server_harness import Scripted, asked, live
 
+from keepsight.server import access as middleware
+from keepsight.server import access as pace
+from keepsight.server.access import FairRateLimit
 from keepsight.server.errors import ApiError
-from keepsight.server.limits import middleware, pace
-from keepsight.server.limits.pace import FairRateLimit
 
 
 class Clock:

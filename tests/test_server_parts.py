@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 from server_harness import png, scene, uri
 
 from keepsight.errors import InputError, UnknownOption
-from keepsight.server.api import schema
-from keepsight.server.api.output_parser import OutputParser
-from keepsight.server.api.responses_schema import ResponsesRequest, as_chat
-from keepsight.server.api.sampling import Penalties
+from keepsight.server import fetch, schema
+from keepsight.server.access import Bucket, Caller, Callers
 from keepsight.server.config import ApiKey, ServerConfig, read_config
 from keepsight.server.errors import ApiError
-from keepsight.server.limits.callers import Bucket, Caller, Callers
-from keepsight.server.media import fetch
-from keepsight.server.media.content import MessageReader
-from keepsight.server.media.fetch import Fetcher, is_public
-from keepsight.server.media.files import Files
+from keepsight.server.fetch import Fetcher, is_public
+from keepsight.server.files import Files
+from keepsight.server.media import MessageReader
+from keepsight.server.parser import OutputParser
+from keepsight.server.responses import as_chat
+from keepsight.server.sampling import Penalties
+from keepsight.server.schema import ResponsesRequest
 
 # -- speech ------------------------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ def test_local_files_only_under_an_allowed_folder(tmp_path: Path) -> None:
         (at("data:nothing"), "no comma"),
         (at(uri(b"not a picture")), "not an image in a format"),
         (at(uri(png(scene(1))[:40])), "damaged|truncated"),
-        ({"type": "file", "file": {}}, "either file_id or file_data"),
+        ({"type": "file", "file": {}}, "one of file_id, file_data"),
         ({"type": "file", "file": {"file_id": "file-x"}}, "no such file"),
         ({"type": "text", "text": "\ud800"}, "surrogate|valid string"),
         ({"type": "file", "file": {"file_data": uri(b"%PDF-1.4 nonsense")}}, "PDF"),

@@ -12,12 +12,11 @@ from server_harness import Live, Scripted, live, scene, uri
 from test_server_middleware import TEMPLATE
 
 import keepsight as ks
-from keepsight.server.api import response_store
-from keepsight.server.api.items import MessageItem
-from keepsight.server.api.response_store import ResponseStore
-from keepsight.server.api.responses_schema import ResponsesRequest
+from keepsight.server import responses as response_store
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
+from keepsight.server.responses import ResponseStore
+from keepsight.server.schema import MessageItem, ResponsesRequest
 
 PATH = "/v1/responses"
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))

@@ -16,11 +16,10 @@ from server_harness import Live, Scripted, asked, live, scene
 
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket
-from keepsight.server.api.answers import Delta
-from keepsight.server.api.streaming import EventStream
+from keepsight.server.access import Caller
 from keepsight.server.config import ServerConfig
-from keepsight.server.limits.callers import Caller
 from keepsight.server.service import Service
+from keepsight.server.streaming import Delta, EventStream
 
 MANY = 20  # more than the client has threads
 

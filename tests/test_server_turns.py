@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from server_harness import Live, Scripted, live
 
-from keepsight.server.api.response_store import ResponseStore
 from keepsight.server.config import ApiKey
-from keepsight.server.limits.turns import ThreadsInTurn, account
-from keepsight.server.media.fetch import Fetcher
-from keepsight.server.media.files import Files
+from keepsight.server.fetch import Fetcher
+from keepsight.server.files import Files
+from keepsight.server.responses import ResponseStore
+from keepsight.server.turns import ThreadsInTurn, account
 
 HELLO = [{"role": "user", "content": "hello"}]
 

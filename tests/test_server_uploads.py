@@ -21,8 +21,7 @@ import keepsight as ks
 from keepsight.server import running
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
-from keepsight.server.media.files import Files, InMemory
-from keepsight.server.media.uploads import OnDisk, contents_for
+from keepsight.server.files import Files, InMemory, OnDisk, contents_for
 from keepsight.store import open_store
 
 DATA = b"the bytes of a picture" * 50

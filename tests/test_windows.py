@@ -54,8 +54,8 @@ for module in pkgutil.walk_packages(ks.__path__, "keepsight."):
         except ImportError as error:
             assert "fcntl" not in str(error), module.name
 
-from keepsight.server.media.files import Files
-from keepsight.server.media.uploads import OnDisk
+from keepsight.server.files import Files
+from keepsight.server.files import OnDisk
 
 red = np.zeros((64, 64, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
 root = pathlib.Path(sys.argv[1])

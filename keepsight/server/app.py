@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from threading import Lock
+from typing import Literal
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -20,23 +24,25 @@ from starlette.types import ASGIApp
 from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
-from keepsight.server import site
-from keepsight.server.api import (
-    cache_api,
-    chat_api,
-    files_api,
-    keep_api,
-    responses_api,
-    responses_schema,
-)
-from keepsight.server.api import schema as schemas
-from keepsight.server.api.responses_schema import in_its_words
-from keepsight.server.api.unused import HEADER
+from keepsight.server import cache, chat, files, responses, schema
+from keepsight.server.access import RequestMiddleware, to_api_error, visit_of
 from keepsight.server.errors import ApiError, from_validation, unknown
-from keepsight.server.limits.middleware import RequestMiddleware, to_api_error
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.service import Service, visit_of
+from keepsight.server.responses import in_its_words
+from keepsight.server.schema import HEADER
+from keepsight.server.service import Service
 
+_BODIES: list[tuple[type[BaseModel], Literal["validation"]]] = [
+    (kind, "validation")
+    for kind in (
+        schema.ChatRequest,
+        schema.ResponsesRequest,
+        schema.Rendering,
+        schema.PinRequest,
+        schema.HeldRequest,
+        schema.ResetRequest,
+    )
+]
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
 
 
@@ -51,17 +57,15 @@ def build(service: Service) -> ASGIApp:
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         dependencies=[Depends(_only_known)],
     )
-    routers = [
-        room.routes(service) for room in (chat_api, responses_api, files_api, cache_api, keep_api)
-    ]
+    routers = [room.routes(service) for room in (chat, responses, files, cache)]
     for router in routers:
         app.include_router(router, responses=_REFUSALS)
-    app.include_router(site.routes())
+    app.include_router(_page_routes())
     _plain_routes(app, service)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     known = [*app.routes, *(route for router in routers for route in router.routes)]
-    paths = {"/", *site.FILES, "/docs", *(one.path for one in known if isinstance(one, APIRoute))}
+    paths = {"/", *FILES, "/docs", *(one.path for one in known if isinstance(one, APIRoute))}
     outer: ASGIApp = RequestMiddleware(app, service, paths)
     if service.config.allow_origin:
         outer = CORSMiddleware(
@@ -76,21 +80,23 @@ def build(service: Service) -> ASGIApp:
 
 def _schema(app: FastAPI, model: str) -> Record:
     """The schema, with the name of the served model."""
-    schema = app.openapi()
-    for part in schema["components"]["schemas"].values():
+    made = app.openapi()
+    parts = made.setdefault("components", {}).setdefault("schemas", {})
+    bodies = models_json_schema(_BODIES, ref_template="#/components/schemas/{model}")[1]
+    parts |= bodies["$defs"]
+    for part in parts.values():
         if "model" in part.get("properties", {}):
             part["properties"]["model"] = {"type": "string", "enum": [model]}
-    for name, api in (("ChatRequest", schemas), ("ResponsesRequest", responses_schema)):
-        fields = schema["components"]["schemas"][name]["properties"]
-        for word, why in (("Refused", api.UNSUPPORTED), ("Accepted, not used", api.NAMED)):
-            for field, reason in why.items():
-                fields[field] = {**fields[field], "description": f"{word}: {reason}."}
+    for kind in (schema.ChatRequest, schema.ResponsesRequest):
+        fields = parts[kind.__name__]["properties"]
+        for word, why in (("Refused", kind.REFUSED), ("Accepted, not used", kind.IGNORED)):
+            fields |= {name: {"description": f"{word}: {reason}."} for name, reason in why.items()}
     for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
-    for path in schema["paths"].values():
+        parts.pop(name, None)
+    for path in made["paths"].values():
         for operation in path.values():
             operation.get("responses", {}).pop("422", None)  # invalid requests get a 400
-    return schema
+    return made
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
@@ -99,8 +105,8 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     def openapi() -> JSONResponse:  # in a thread: the first call takes longer than a token
         with one_at_a_time:  # two that make it would change what the other reads
-            schema = made()
-        return JSONResponse(schema)
+            described = made()
+        return JSONResponse(described)
 
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:
@@ -119,9 +125,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         """Counters and times for Prometheus; with API keys, for an administrator only."""
         if not visit_of(request).who().admin:
             raise ApiError(403, "metrics cover all keys: they need an administrator's key")
-        return Response(
-            await service.scheduler.count(service.metrics.text), media_type=CONTENT_TYPE
-        )
+        return Response(await service.threads.wait(service.metrics.text), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
     async def models() -> Record:
@@ -184,10 +188,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _problem(request: Request, error: Exception) -> ApiError | None:
-    if isinstance(error, RequestValidationError):
-        field = getattr(request.scope.get("route"), "body_field", None)
-        body = field.field_info.annotation if field is not None else None
-        return from_validation(error.errors(), body)
+    if isinstance(error, RequestValidationError):  # of an address; bodies are checked apart
+        return from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
     if not isinstance(error, HTTPException):
         return None
     path = request.url.path
@@ -217,3 +219,59 @@ _ASKED = ("/v1/chat/completions", "/v1/responses")
 
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
+
+_FOLDER = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' blob: data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+FILES = {f"/page/{path.name}": path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+
+
+def _page_routes() -> APIRouter:
+    """The page and its files; other names are not found."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def page() -> Response:
+        return _sent(_FOLDER / "index.html")
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        return _sent(_FOLDER / "docs.html")
+
+    @router.get("/page/{name}")
+    async def beside(name: str) -> Response:
+        path = FILES.get(f"/page/{name}")
+        if path is None:
+            raise ApiError(404, "there is no such file beside the page", code="not_found")
+        return _sent(path)
+
+    return router
+
+
+def _sent(path: Path) -> Response:
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)

@@ -7,11 +7,10 @@ Errors of the library are mapped here, so that bad input is never a 500.
 from __future__ import annotations
 
 import difflib
-import types
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, Union, get_args, get_origin
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel, JsonValue, Tag
+from pydantic import BaseModel
 
 from keepsight.errors import (
     Busy,
@@ -144,109 +143,41 @@ def hint_for(place: str, known: Iterable[str]) -> str:
     return f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
 
 
-def from_validation(errors: Sequence[Record], body: object = None) -> ApiError:
-    """First validation error of a request, in OpenAI's words. `body` is the type of the body."""
-    error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
-    kind, location = str(error.get("type", "")), tuple(error.get("loc", ()))
-    if location and location[0] in _SOURCES:
-        body, location = body if location[0] == "body" else None, location[1:]
+def from_validation(
+    errors: Sequence[Mapping[str, Any]], body: type[BaseModel] | None = None
+) -> ApiError:
+    """First error of a body (or of a query, without `body`), in OpenAI's words."""
+    first = errors[0]
+    kind, about = first["type"], first.get("ctx", {})
+    place = place_of(first["loc"])[:200]
     if kind == "extra_forbidden":
-        head, known = place_in(body, location[:-1])
-        place = f"{head}.{location[-1]}" if head else str(location[-1])
-        return unknown(place, known)
-    place, _ = place_in(body, location)
+        alone = len(first["loc"]) == 1 and body is not None
+        return unknown(place, body.model_fields if alone and body is not None else ())
     if kind == "missing":
-        what = f"missing required parameter: {place!r}" if place else "the request has no body"
-        return ApiError(400, what, param=place or None, code="missing_required_parameter")
-    if kind in ("json_invalid", "model_attributes_type") and not place:
+        what = f"missing required parameter: {place!r}"
+        return ApiError(400, what, param=place, code="missing_required_parameter")
+    if not place:
         text = "the body is not a JSON object; is it sent with Content-Type: application/json?"
         return ApiError(400, text, code="invalid_json")
-    if kind == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    place = place[:200]
-    text = f"invalid {f'value for {place!r}' if place else 'body'}: {_wrong(kind, error)}"
-    return ApiError(400, text, param=place or None, code="invalid_value")
-
-
-def _wrong(kind: str, error: Record) -> str:
-    """What is wrong with a value, in the words of JSON."""
-    about = error.get("ctx", {})
+    why = first["msg"]
     if kind == "union_tag_invalid":
-        expected = str(about.get("expected_tags", "")).replace("'as ", "'")
-        shown = str(about.get("tag")).removeprefix("as ")[:100]
-        return f"its type is {shown!r}, expected one of {expected}"
-    if kind == "union_tag_not_found":
-        return "it has no type"
-    if kind == "recursion_depth_exceeded":
-        return "it is nested too deep"
-    if kind in ("model_attributes_type", "model_type", "dict_type"):
-        return "expected an object, as in {...}"
-    return str(error.get("msg", "not valid"))
+        expected = about["expected_tags"].replace("'as ", "'")
+        shown = str(about["tag"]).removeprefix("as ")[:100]
+        why = f"its type is {shown!r}, expected one of {expected}"
+    elif kind == "union_tag_not_found":
+        why = "it has no type"
+    elif kind in ("model_attributes_type", "model_type", "dict_type"):
+        why = "expected an object, as in {...}"
+    return invalid(place, f"invalid value for {place!r}: {why}")
 
 
-_SOURCES = ("body", "query", "path", "header")
-
-
-def place_in(body: object, location: Sequence[object]) -> tuple[str, set[str]]:
-    """The place as in `messages[0].content`, and the field names there. `body` is the type of the
-    whole; if unknown, each part of the location counts."""
-    text, kind = "", body
+def place_of(location: Sequence[int | str]) -> str:
+    """A location as in `messages[0].content`, without the tags of unions: those that begin with
+    `as`, and the type of a part, which follows its number."""
+    text = ""
     for number, part in enumerate(location):
-        if kind is JsonValue:  # every second part is a type, which the client did not write
-            rest = location[number:]
-            return text + "".join(map(_step, rest[1::2])), set()
-        branches = _branches(kind)
-        if len(branches) > 1:
-            kind = next((branch for branch in branches if part in _labels(branch)), None)
-            continue
-        text += _step(part) if text else str(part)
-        kind = _inside(branches[0] if branches else None, part)
-    fields = (_fields(branch) for branch in _branches(kind))
-    return text, {name for names in fields for name in names}
-
-
-def _step(part: object) -> str:
-    return f"[{part}]" if isinstance(part, int) else f".{part}"
-
-
-def _branches(kind: object) -> list[object]:
-    """The types that a value may have, without null."""
-    if get_origin(kind) is Annotated and not _tag(kind):
-        return _branches(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType):
-        members = [branch for one in get_args(kind) for branch in _branches(one)]
-        return [one for one in members if one is not types.NoneType]
-    return [kind]
-
-
-def _tag(kind: object) -> str | None:
-    marks = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
-    return next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
-
-
-def _labels(branch: object) -> set[str]:
-    """The names of a branch in a location: its tag, its types, or its class."""
-    if tag := _tag(branch):
-        return {tag}
-    fields = _fields(branch)
-    own = get_args(fields["type"]) if get_origin(fields.get("type")) is Literal else ()
-    return {*own, getattr(branch, "__name__", "")}
-
-
-def _inside(kind: object, part: object) -> object:
-    """The type of one field, item or value."""
-    while get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if isinstance(part, str) and (fields := _fields(kind)):
-        return fields.get(part)
-    arguments = get_args(kind)
-    return arguments[-1] if get_origin(kind) in (list, dict) and arguments else None
-
-
-def _fields(kind: object) -> Record:
-    """The names that clients write, with their types."""
-    while get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return {}
-    return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not part.startswith("as ") and location[max(0, number - 2)] != "as parts":
+            text += f".{part}" if text else part
+    return text

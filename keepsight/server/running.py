@@ -105,8 +105,8 @@ class Server(uvicorn.Server):
         """Remove expired data on time, also from a disk, without waiting for a request."""
         while True:
             try:
-                await self._service.scheduler.work(self._service.responses.sweep)
-                await self._service.with_files(self._service.files.sweep)
+                await self._service.threads.run(self._service.responses.sweep)
+                await self._service.threads.wait(self._service.files.sweep)
             except OSError as error:
                 logger.warning("uploads that have expired cannot be removed: %s", error)
             await asyncio.sleep(_SWEEP)

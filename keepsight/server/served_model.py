@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 import time
 from typing import TYPE_CHECKING
 
-from keepsight import digests
-from keepsight.errors import MessagesError
-from keepsight.kinds import Options, Record
-from keepsight.server.api.output_parser import CALL, THINK, THINK_END
-from keepsight.server.api.schema import Rendering
-from keepsight.server.api.unused import Unused, is_empty
+from keepsight.kinds import Record
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.media.images import ImageSizes
+from keepsight.server.media import ImageSizes
+from keepsight.server.parser import CALL, THINK, THINK_END
+from keepsight.server.schema import Rendering, Unused, is_empty
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -30,7 +26,7 @@ _RESERVED = {
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "name",
     "processor_kwargs",
 }  # fmt: skip
-_MOST_KINDS = 64  # remembered ways to open an answer
+_END = 16  # tokens that may hold the mark of a thought
 
 
 class ServedModel:
@@ -50,9 +46,6 @@ class ServedModel:
         self.sizes = ImageSizes(
             getattr(vlm.runtime.processor, "image_processor", None), vlm.runtime.image_options
         )
-        self._opened: dict[str, bool] = {}
-        self._named: dict[str, bool] = {}
-        self._lock = threading.Lock()
 
     def check_name(self, name: str | None) -> None:
         """Refuse a request that names another model."""
@@ -111,47 +104,12 @@ class ServedModel:
                 "tools", "this model writes tool calls in a form that cannot be parsed here"
             )
 
-    def places_name(self, role: str) -> bool:
-        """Whether the template renders the speaker's name, in messages of a role."""
-        with self._lock:
-            if role not in self._named:
-                message = {"role": role, "content": [{"type": "text", "text": "x"}]}
-                asked = {"role": "user", "content": message["content"]}
-                around = [asked, message, asked] if role == "assistant" else [message, asked]
-                named = [{**m, "name": "quandary"} if m is message else m for m in around]
-                try:
-                    self._named[role] = "quandary" in self._prompt(named, {})
-                except MessagesError:  # the template failed for this role: assume it does
-                    self._named[role] = True
-            return self._named[role]
-
-    def opens_thinking(self, template: Options, tenant: str) -> bool:
-        """Whether the template opens a thought at the start of an answer. Remembered per tenant:
-        otherwise another one could measure whether somebody used the same options."""
+    def opened_thought(self, prompt: list[int]) -> bool:
+        """Whether a prompt ends within a thought that the template has opened."""
         if not self.thinks:
             return False
-        key = digests.digest("template options", tenant, template)  # which may hold long texts
-        with self._lock:
-            if key not in self._opened:
-                if len(self._opened) >= _MOST_KINDS:
-                    self._opened.clear()
-                asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-                text = self._prompt(asked, template)
-                self._opened[key] = text.rstrip().endswith(THINK)
-            return self._opened[key]
-
-    def _prompt(self, asked: list[Options], template: Options) -> str:
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                asked,
-                tokenize=False,
-                add_generation_prompt=True,
-                chat_template=self.template,
-                **template,
-            )
-        except Exception as error:  # a template raises any exception its author chose
-            raise MessagesError(f"the chat template refused the messages: {error}") from error
-        return text
+        end: str = self.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
+        return end.rstrip().endswith(THINK)
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """A token alone as text, and its bytes; None if it is part of a character."""

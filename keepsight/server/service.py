@@ -7,38 +7,29 @@ between that and their API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
-from fastapi import Request
 from pydantic.main import IncEx
 
 from keepsight.core.rendering.lengths import characters
 from keepsight.kinds import Message, Record
 from keepsight.report import Report
 from keepsight.scheduler import Together
-from keepsight.server.api import schema
-from keepsight.server.api.answers import AnswerRequest, AnswerStream, Delta, SchedulerClient
-from keepsight.server.api.response_store import ResponseStore
-from keepsight.server.api.responses_schema import ResponsesRequest
-from keepsight.server.api.sampling import sampling
-from keepsight.server.api.unused import Unused, is_empty
+from keepsight.server import schema
+from keepsight.server.access import BodyIntake, Caller, Callers, Visit
 from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.limits.callers import Caller, Callers
-from keepsight.server.limits.intake import BodyIntake
-from keepsight.server.limits.middleware import Visit
-from keepsight.server.limits.threads import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
-from keepsight.server.limits.turns import ThreadsInTurn
-from keepsight.server.media.bindings import Bindings
-from keepsight.server.media.content import MessageReader
-from keepsight.server.media.files import Files
-from keepsight.server.media.origins import BodyOrigin, origin_of
-from keepsight.server.media.parts import PixelLimits
-from keepsight.server.media.uploads import contents_for
+from keepsight.server.files import Files, contents_for
+from keepsight.server.media import Bindings, MessageReader, waits
 from keepsight.server.metrics import Metrics
+from keepsight.server.responses import ResponseStore
+from keepsight.server.sampling import sampling
+from keepsight.server.schema import Unused
 from keepsight.server.served_model import ServedModel
+from keepsight.server.streaming import AnswerRequest, AnswerStream, Delta, SchedulerClient
+from keepsight.server.turns import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -57,7 +48,7 @@ class Service:
         self.admitted = 0  # those whose body has arrived
         self.bodies = BodyIntake(self)
         self.threads = Threads(lambda: self.active)
-        self.scheduler = SchedulerClient(together, self.threads)
+        self.scheduler = SchedulerClient(together, self.threads, self.model)
         contents = contents_for(vlm.runtime.store)
         self.files = Files(
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
@@ -70,10 +61,6 @@ class Service:
         self.metrics = Metrics()
         self.metrics.watch(vlm.runtime.stats, together.stats)
         self.draining = False
-        # These mostly wait for other servers, so they have separate threads.
-        self._fetching = ThreadsInTurn(32, "keepsight-fetch")
-        self._for_files = ThreadsInTurn(8, "keepsight-files")  # and these for a disk
-        self.with_files = self._for_files.run
 
     # -- from bodies to requests -----------------------------------------------------------------
 
@@ -81,6 +68,22 @@ class Service:
         self, body: schema.Rendering, visit: Visit
     ) -> tuple[list[Record], Record, str]:
         """Messages, template options and tenant of any request with a prompt."""
+        return await self._beside(body, visit, lambda: self._rendering(body, visit))
+
+    async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
+        """The checked request, or an error that names what is not supported."""
+        return await self._beside(body, visit, lambda: self._asked(body, visit))
+
+    async def _beside(self, body: schema.Rendering, visit: Visit, work: Callable[[], T]) -> T:
+        """Read a request in a thread: there are some for those that wait for disks and sites."""
+        large = visit.size > LARGE_BODY
+        if await self.threads.run(lambda: waits(body.messages), large):
+            return await self.threads.wait(work)
+        return await self.threads.run(work, large)
+
+    def _rendering(
+        self, body: schema.Rendering, visit: Visit
+    ) -> tuple[RenderedMessages, Record, str]:
         caller, unused = visit.who(), visit.unused
         self.model.check_name(body.model)
         template = self.model.template_options(body, unused)
@@ -88,91 +91,47 @@ class Service:
             self.model.check_tools()
         for i, tool in enumerate(body.tools or ()):
             if isinstance(tool, schema.HostedTool):
-                tool.name_unused(f"tools[{i}]", unused)
+                schema.name_hosted(tool, f"tools[{i}]", unused)
             elif tool.function.strict:
                 why = "a hint: arguments are not constrained here"
                 unused.add(f"tools[{i}].function.strict", why)
-        self._check_names(body.messages, unused)
         tenant = caller.salted(body.cache_salt)
-        messages = await self.gathered(body, body.messages, visit, tenant)
-        messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
-        return messages, template, tenant
-
-    async def gathered(
-        self, body: PixelLimits, messages: list[schema.ChatMessage], visit: Visit, tenant: str
-    ) -> RenderedMessages:
-        """Messages for the library, with all their media. `tenant` is the salted one."""
-        gatherer = MessageReader(
+        reader = MessageReader(
             self.config,
             self.files,
-            visit.who().tenant,
+            caller.tenant,
             body.limits(),
             self.model.sizes,
-            visit.unused,
+            unused,
             self.bindings,
             tenant,
         )
+        messages = reader.messages(body.messages, self.model.template)
+        messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
+        return messages, template, tenant
 
-        def work() -> RenderedMessages:
-            return gatherer.messages(messages, self.model.template)
-
-        origin = origin_of(messages)
-        if origin is BodyOrigin.ELSEWHERE:
-            return await self._fetching.run(work)
-        if origin is BodyOrigin.DISK:
-            return await self.with_files(work)
-        return await self.threads.run(work, large=visit.size > LARGE_BODY)
-
-    def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
-        """Report speaker names that the template does not show the model."""
-        for number, message in enumerate(messages):
-            role = "system" if message.role == "developer" else message.role
-            named = message.name is not None and role != "tool"  # it has the id of its call
-            if named and not self.model.places_name(role):
-                why = "the chat template of this model has no place for the names of speakers"
-                unused.add(f"{message.places(number)[0]}.name", why)
-
-    async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
-        """The checked request, or an error that names what is not supported."""
-        self._refuse(body)
+    def _asked(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
+        _refuse(body)
         _name_unused(body, visit.unused)
         chosen = sampling(body, self.config.max_tokens, self.model.vocabulary, self.model.ends)
         if (body.n or 1) > self.config.max_choices:
-            raise invalid(
-                "n", f"n is {body.n}, this server gives at most {self.config.max_choices}"
-            )
-        messages, template, tenant = await self.rendering(body, visit)
-        use_tools = body.tool_choice != "none"
-        continued = body.continues or body.add_generation_prompt is False
+            most = self.config.max_choices
+            raise invalid("n", f"n is {body.n}, this server gives at most {most}")
+        messages, template, tenant = self._rendering(body, visit)
         notes = (_KEY_NOTE,) if body.prompt_cache_key is not None else ()
         return AnswerRequest(
             messages,
             tenant,
             chosen,
             template,
-            tools_of(body.shown_tools) if use_tools else None,
+            tools_of(body.shown_tools) if body.tool_choice != "none" else None,
             one_call=body.parallel_tool_calls is False,
-            thinking=not continued and self.model.opens_thinking(template, tenant),
-            thinks=self.model.thinks,
             choices=body.n or 1,
             notes=(*notes, *visit.unused.notes()),
-            continued=continued,
+            continued=body.continues or body.add_generation_prompt is False,
             shows_tokens=bool(body.return_token_ids),
             account=visit.who().account,
         )
-
-    def _refuse(self, body: schema.ChatRequest) -> None:
-        for name, why in schema.UNSUPPORTED.items():
-            value = getattr(body, name)
-            if not is_empty(value) or (name == "web_search_options" and value is not None):
-                raise refused(name, why)
-        if body.response_format is not None and body.response_format.type != "text":
-            raise refused("response_format", "only {'type': 'text'} can be honoured here")
-        if body.modalities and body.modalities != ["text"]:
-            raise refused("modalities", "answers are text; expected ['text']")
-        if body.tool_choice == "required" or isinstance(body.tool_choice, schema.ChatToolChoice):
-            raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
-        refuse_stream_options(body)
 
     # -- from requests to answers ----------------------------------------------------------------
 
@@ -254,26 +213,27 @@ class Service:
 
     def close(self) -> None:
         """Let running answers finish, then release everything."""
-        self.scheduler.close(self.config.seconds("drain"))
-        for threads in (self._fetching, self._for_files):
-            threads.close()
+        self.scheduler.together.close(self.config.seconds("drain"))
+        self.threads.close()
 
 
 def _too_long(seconds: float) -> ApiError:
     return ApiError(504, f"the answer took longer than {seconds:.0f} s", code="timeout")
 
 
-def refuse_stream_options(body: schema.ChatRequest | ResponsesRequest) -> None:
-    """Refuse stream options without a stream."""
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+def _refuse(body: schema.ChatRequest) -> None:
+    """Refuse the values that cannot be honoured."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise refused("response_format", "only {'type': 'text'} can be honoured here")
+    if body.modalities and body.modalities != ["text"]:
+        raise refused("modalities", "answers are text; expected ['text']")
+    if body.tool_choice == "required" or isinstance(body.tool_choice, schema.ForcedChoice):
+        raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
+    body.check_stream_options()
 
 
 def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
     """Report the known fields of a body that have no effect here."""
-    for name, why in schema.NAMED.items():
-        if not is_empty(getattr(body, name)):
-            unused.add(name, why)
     newer = body.max_completion_tokens
     if newer is not None and body.max_tokens not in (None, newer):
         unused.add("max_tokens", "max_completion_tokens, its newer name, is given too and differs")
@@ -289,9 +249,3 @@ def tools_of(tools: list[schema.Tool]) -> list[Record] | None:
     """Tools as templates want them; `strict` only concerns the server."""
     left_out: IncEx = {"function": {"strict"}}
     return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None
-
-
-def visit_of(request: Request) -> Visit:
-    """The middleware's notes on a request."""
-    visit: Visit = request.state.visit
-    return visit

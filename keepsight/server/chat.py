@@ -11,36 +11,49 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.kinds import Record
 from keepsight.report import Usage
-from keepsight.server.api.answers import AnswerEnd, AnswerRequest, AnswerStream, Delta, ScoredToken
-from keepsight.server.api.output_parser import OutputPiece
-from keepsight.server.api.schema import ChatRequest
-from keepsight.server.api.streaming import (
+from keepsight.server.access import Visit, body_of, body_schema, visit_of
+from keepsight.server.parser import OutputPiece
+from keepsight.server.schema import ChatRequest
+from keepsight.server.streaming import (
     STREAMED,
+    AnswerEnd,
+    AnswerRequest,
+    AnswerStream,
+    Delta,
     Event,
     EventStream,
+    ScoredToken,
     cached_of,
     images_of,
     report_of,
     timings,
     unless_gone,
 )
-from keepsight.server.limits.body import BodyRoute
-from keepsight.server.limits.middleware import Visit
-from keepsight.server.service import Service, visit_of
+
+if TYPE_CHECKING:
+    from keepsight.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter(tags=["answers"], route_class=BodyRoute)
+    router = APIRouter(tags=["answers"])
 
-    @router.post("/v1/chat/completions", operation_id="chat", responses=STREAMED)
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    @router.post(
+        "/v1/chat/completions",
+        operation_id="chat",
+        responses=STREAMED,
+        openapi_extra=body_schema(ChatRequest),
+    )
+    async def chat(
+        body: Annotated[ChatRequest, body_of(ChatRequest)], request: Request
+    ) -> Response:
         """An answer to a conversation, whole or streamed."""
         visit = visit_of(request)
         visit.asked(body)

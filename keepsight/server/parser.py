@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from keepsight.kinds import Message, Record
-
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
@@ -115,26 +113,6 @@ class OutputParser:
                 self._after_thought = False
             self._fresh = self._fresh and not text.strip()
             yield OutputPiece(self._in, text)
-
-
-def spoken_message(speech: OutputParser, text: str, most_calls: int | None = None) -> Record:
-    """A whole answer as templates want it in a history: without its thoughts."""
-    pieces = [*speech.push(text), *speech.finish()]
-    words = "".join(one.text for one in pieces if one.kind == "text")
-    message: Message = {"role": "assistant", "content": [{"type": "text", "text": words}]}
-    calls = [one for one in pieces if one.kind == "call"][:most_calls]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": one.id,
-                "type": "function",
-                "function": {"name": one.name, "arguments": arguments_of(one.text)},
-            }
-            for one in calls
-        ]
-        if not words:
-            message["content"] = None
-    return message
 
 
 def arguments_of(text: str) -> object:

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket, Together
-from keepsight.server.api.output_parser import OutputParser, OutputPiece
-from keepsight.server.api.sampling import Recorder, Sampling, TokenLogprob
-from keepsight.server.limits.threads import Threads, is_large
-from keepsight.server.limits.turns import ThreadsInTurn, account
+from keepsight.server.access import Visit, to_api_error
+from keepsight.server.errors import ApiError
+from keepsight.server.parser import OutputParser, OutputPiece
+from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
+from keepsight.server.served_model import ServedModel
+from keepsight.server.turns import Threads, account, is_large
 
 T = TypeVar("T")
 
@@ -36,8 +44,6 @@ class AnswerRequest:
     template: Options = field(default_factory=dict)
     tools: list[Record] | None = None
     one_call: bool = False  # at most one tool call per answer
-    thinking: bool = False  # the template opened a thought
-    thinks: bool = False
     choices: int = 1
     notes: tuple[str, ...] = ()
     continued: bool = False  # the answer continues the last message
@@ -87,14 +93,8 @@ class AnswerEnd:
 class SchedulerClient:
     """Sends requests to the scheduler and returns its events."""
 
-    def __init__(self, together: Together, threads: Threads) -> None:
-        self.together, self._threads = together, threads
-        self._others = ThreadsInTurn(8, "keepsight-wait")  # work that no answer waits for
-        self._counters = ThreadsInTurn(2, "keepsight-stats")  # nor statistics
-        self._cache_threads = ThreadsInTurn(4, "keepsight-cache")  # may wait for a disk
-        self.work = self._others.run  # work that computes for long
-        self.flush = self._cache_threads.run  # work that waits for a disk, and needs no model
-        self.count = self._counters.run  # statistics: short, and waits for nothing else
+    def __init__(self, together: Together, threads: Threads, model: ServedModel) -> None:
+        self.together, self._threads, self._model = together, threads, model
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Submit one choice; bad input and a full queue are refused here."""
@@ -111,7 +111,8 @@ class SchedulerClient:
                 **options,
             )
 
-        return AnswerStream(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
+        ticket, arrived = await self._handed_in(work, is_large(ask.messages))
+        return AnswerStream(ticket, arrived, ask, recorder, self._model)
 
     async def prepare(
         self,
@@ -159,22 +160,14 @@ class SchedulerClient:
             raise
 
     async def change_cache(self, call: Callable[[], T]) -> T:
-        """Pin or remove. These wait for disks, in threads of their own. Accounts share their model
-        time, as for requests."""
+        """Pin or remove: each account one piece at a time."""
         whose = account.get()
 
         def in_turn() -> T:
             with self.together.beside(whose):
                 return call()
 
-        return await self._cache_threads.run(in_turn)
-
-    def close(self, drain: float) -> None:
-        """Let running requests finish."""
-        self.together.close(drain)
-        self._threads.close()
-        for threads in (self._others, self._counters, self._cache_threads):
-            threads.close()
+        return await self._threads.wait(in_turn)
 
 
 def _cancel_late(future: Future[Ticket]) -> None:
@@ -192,9 +185,11 @@ class AnswerStream:
         arrived: asyncio.Queue[Piece | Ticket],
         ask: AnswerRequest,
         recorder: Recorder | None,
+        model: ServedModel,
     ) -> None:
         self._ticket, self._arrived, self._ask, self._recorder = ticket, arrived, ask, recorder
-        self._speech = OutputParser(ask.thinking, ask.thinks, ask.tools is not None)
+        self._model = model
+        self._speech: OutputParser | None = None  # once the answer has begun
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
         self.unpaid = 0  # tokens written but not in any measurement
@@ -229,6 +224,9 @@ class AnswerStream:
 
     def _delta(self, piece: Piece) -> Delta:
         delta = Delta()
+        if self._speech is None:
+            opened = not self._ask.continued and self._model.opened_thought(self.prompt_ids)
+            self._speech = OutputParser(opened, self._model.thinks, self._ask.tools is not None)
         if piece.token is not None:
             delta.tokens.append(piece.token)
             self.unpaid += 1
@@ -252,3 +250,129 @@ class AnswerStream:
             if one.kind != "call" or self._calls == 1 or not self._ask.one_call:
                 answers.append(one)
         return answers
+
+
+Event = tuple[str | None, Record | str]  # name of the event, if any, and its data
+STREAMED: dict[int | str, Record] = {
+    200: {
+        "description": "The answer, whole or as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+
+
+async def unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
+    """The result of some work, which is cancelled when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            visit.gone = True
+            raise ApiError(400, "the client hung up", code="hung_up")
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Events as they come; an error on the way is the last event."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Event, None],
+        visit: Visit,
+        answers: Sequence[AnswerStream],
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_lines(events, visit), media_type="text/event-stream", headers=headers)
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Close the generator: one that was never started runs none of its cleanup otherwise."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self._answers:
+                answer.cancel()
+
+
+async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIterator[str]:
+    try:
+        async with aclosing(events) as source:
+            async for name, data in source:
+                text = data if isinstance(data, str) else dumped(data)
+                yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+    except Exception as error:
+        problem = to_api_error(error, visit)
+        yield f"data: {dumped(problem.body())}\n\n"
+
+
+def dumped(data: object) -> str:
+    """JSON on one line."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+def cached_of(usage: Usage) -> dict[str, int]:
+    """Prompt tokens that were remembered, and those remembered from now on: all that were
+    computed."""
+    computed = usage.prompt_tokens - usage.cached_tokens
+    return {"cached_tokens": usage.cached_tokens, "cache_write_tokens": computed}
+
+
+def images_of(usage: Usage) -> dict[str, int]:
+    """The counts of images, besides OpenAI's fields."""
+    return {
+        "images": usage.images,
+        "images_encoded": usage.images_encoded,
+        "images_reused": usage.images_reused,
+    }
+
+
+def timings(end: AnswerEnd) -> dict[str, float | int]:
+    """Times and rates in llama.cpp's fields: of the prompt, and of the answer."""
+    stages, usage = end.report.milliseconds, end.usage
+    queued = stages.get("queued", 0.0)
+    prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)
+    # Two clocks: on a busy machine the first may have run as long as the whole answer.
+    after_first = 1e3 * end.seconds - stages.get("first_token", 0.0)
+    predicted_ms = max(after_first, stages.get("decode", 0.0))
+    prompt_n = usage.prompt_tokens - usage.cached_tokens
+    return {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": _rate(prompt_n, prompt_ms),
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_second": _rate(usage.completion_tokens, predicted_ms),
+        "queued_ms": round(queued, 3),
+    }
+
+
+def _rate(count: int, milliseconds: float) -> float:
+    return round(1e3 * count / milliseconds, 3) if milliseconds > 0 else 0.0
+
+
+def report_of(report: Report) -> Record:
+    """The report, with one line on each picture."""
+    images: dict[int, Record] = {}
+    for segment in report.segments:
+        if segment.medium is None:
+            continue
+        image = images.setdefault(
+            segment.medium,
+            {"image": segment.medium, "kind": segment.kind, "key": segment.key, "tokens": 0},
+        )
+        image["tokens"] += segment.tokens
+        for name in ("status", "reason", "features", "tier"):
+            image[name] = getattr(segment, name)
+    return {**report.to_dict(), "images": [images[number] for number in sorted(images)]}

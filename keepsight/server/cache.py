@@ -9,82 +9,57 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from pydantic import ConfigDict, Field
+from fastapi.responses import StreamingResponse
 
 from keepsight.core import pins
 from keepsight.errors import StoreError
 from keepsight.kinds import Options, Record
 from keepsight.media.medium import Medium
 from keepsight.report import Report
-from keepsight.server.api.schema import AnyTool, ChatMessage, Rendering, TemplateOptions
-from keepsight.server.api.streaming import report_of, unless_gone
-from keepsight.server.api.unused import Strict
+from keepsight.server.access import Caller, body_of, body_schema, visit_of
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.limits.body import BodyRoute
-from keepsight.server.limits.callers import Caller
-from keepsight.server.limits.threads import is_large
-from keepsight.server.media.parts import Name, PixelLimits
-from keepsight.server.service import Service, tools_of, visit_of
+from keepsight.server.schema import (
+    HeldRequest,
+    PinRequest,
+    PixelLimits,
+    Rendering,
+    ResetRequest,
+    Salt,
+)
+from keepsight.server.service import Service, tools_of
+from keepsight.server.streaming import report_of, unless_gone
+from keepsight.server.turns import is_large
+from keepsight.session import Session, keep_file
 
-Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 _TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that decide a prompt
 _MOST = 1000  # most pictures of a store that are listed
-Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Held = list[Record] | list[Medium]  # a conversation, or its media
-
-
-class ResetRequest(Strict):
-    """What to forget: a tenant's own entries, or with `everyone` all; with `store` on disk too."""
-
-    cache_salt: Salt | None = None
-    everyone: bool = False
-    store: bool = False
-
-
-class HeldRequest(PixelLimits):
-    """What to pin or remove: a conversation, with `pictures_only` its pictures, or `images` by the
-    keys in reports and `/v1/cache/images`."""
-
-    model_config = ConfigDict(extra="forbid")  # this route must not guess
-
-    model: Name
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
-    images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
-    pictures_only: bool = False
-    tools: list[AnyTool] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-    cache_salt: Salt | None = None
-
-
-class PinRequest(HeldRequest):
-    """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
-
-    pinned: bool = True
 
 
 def routes(service: Service) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["cache"], route_class=BodyRoute)
+    router = APIRouter(tags=["cache"])
     _add_reports(router, service)
     _add_held(router, service)
     _add_whole(router, service)
+    _add_save(router, service)
     return router
 
 
 def _add_reports(router: APIRouter, service: Service) -> None:
 
-    @router.post("/v1/prepare", operation_id="prepare")
-    async def prepare(body: Rendering, request: Request) -> Record:
+    @router.post("/v1/prepare", operation_id="prepare", openapi_extra=body_schema(Rendering))
+    async def prepare(body: Annotated[Rendering, body_of(Rendering)], request: Request) -> Record:
         """Encode and prefill now, so that these messages are answered at once."""
         work = functools.partial(service.prepare, account=visit_of(request).who().account)
         return await _reported(service, body, request, work)
 
-    @router.post("/v1/cache/explain", operation_id="explain")
-    async def explain(body: Rendering, request: Request) -> Record:
+    @router.post("/v1/cache/explain", operation_id="explain", openapi_extra=body_schema(Rendering))
+    async def explain(body: Annotated[Rendering, body_of(Rendering)], request: Request) -> Record:
         """The report that an answer would get, without running the model."""
 
         def look(messages: list[Record], **options: object) -> Awaitable[Report]:
@@ -111,8 +86,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
 
         return {"object": "list", "data": await service.scheduler.change_cache(work)}
 
-    @router.post("/v1/cache/pin", operation_id="cache_pin")
-    async def pin(body: PinRequest, request: Request) -> Record:
+    @router.post("/v1/cache/pin", operation_id="cache_pin", openapi_extra=body_schema(PinRequest))
+    async def pin(body: Annotated[PinRequest, body_of(PinRequest)], request: Request) -> Record:
         """Pin pictures or a whole conversation. What messages need and is missing is computed; a
         picture given by key must be remembered."""
 
@@ -131,8 +106,12 @@ def _add_held(router: APIRouter, service: Service) -> None:
             keys = (await _on_held(service, body, request, keep, first, True))[1]
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
-    @router.post("/v1/cache/delete", operation_id="cache_delete")
-    async def delete(body: HeldRequest, request: Request) -> Record:
+    @router.post(
+        "/v1/cache/delete", operation_id="cache_delete", openapi_extra=body_schema(HeldRequest)
+    )
+    async def delete(
+        body: Annotated[HeldRequest, body_of(HeldRequest)], request: Request
+    ) -> Record:
         """Remove pictures, or a whole conversation, and everything computed from them."""
 
         def forget(what: Held, options: Options) -> int:
@@ -167,13 +146,14 @@ def _add_whole(router: APIRouter, service: Service) -> None:
                 **{name: _plain(value) for name, value in stats.items()},
             }
 
-        stats: Record = await service.scheduler.count(work)
+        stats: Record = await service.threads.wait(work)
         return stats
 
-    @router.post("/v1/cache/reset", operation_id="cache_reset")
+    @router.post(
+        "/v1/cache/reset", operation_id="cache_reset", openapi_extra=body_schema(ResetRequest)
+    )
     async def reset(
-        request: Request,
-        body: ResetRequest = ResetRequest(),  # noqa: B008
+        body: Annotated[ResetRequest, body_of(ResetRequest)], request: Request
     ) -> Record:
         """Forget what is remembered in memory; with `store`, also on disk."""
         caller = visit_of(request).who()
@@ -195,7 +175,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             )
         stored = service.vlm.runtime.store is not None
         try:
-            await service.scheduler.flush(service.vlm.flush)
+            await service.threads.wait(service.vlm.flush)
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
         return {"object": "cache.flush", "stored": stored}
@@ -222,7 +202,6 @@ async def _on_held(
     if body.messages is None:
         raise invalid("messages", "give messages, or images by their keys")
     visit = visit_of(request)
-    visit.unused.sift(body)
     if body.pictures_only:
         _refuse_with(body, "pictures_only", *_TEMPLATE)
     fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
@@ -379,3 +358,65 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+_PIECE = 1 << 20  # bytes sent at once
+_FILE: dict[int | str, Record] = {
+    200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
+}
+
+
+def _add_save(router: APIRouter, service: Service) -> None:
+    @router.post(
+        "/v1/cache/save",
+        operation_id="cache_save",
+        openapi_extra=body_schema(Rendering),
+        response_class=StreamingResponse,
+        responses=_FILE,
+    )
+    async def save(
+        body: Annotated[Rendering, body_of(Rendering)], request: Request
+    ) -> StreamingResponse:
+        """A conversation with features and states as a `.keep` file, computed if missing."""
+        for name in _TEMPLATE:
+            if getattr(body, name):
+                raise refused(name, "a .keep file holds only messages and pictures")
+        return await unless_gone(request, _saved(service, body, request), visit_of(request))
+
+
+async def _saved(service: Service, body: Rendering, request: Request) -> StreamingResponse:
+    visit = visit_of(request)
+    visit.unused.sift(body)
+    given, template, tenant = await service.rendering(body, visit)
+    if template:
+        raise refused("chat_template_kwargs", "a .keep file holds only messages and pictures")
+    # Pictures are opened and prompts computed where no other client's tokens wait for them.
+    named = await service.threads.run(
+        lambda: service.scheduler.together.named(given, tenant), is_large(given)
+    )
+    await service.prepare(named, tenant or None, account=visit.who().account)
+    session = Session(service.vlm.runtime, tenant=tenant)
+    session.messages = [_of_session(message) for message in named]
+    parts = await service.scheduler.change_cache(lambda: list(keep_file.spelled(session)))
+    headers = {
+        "content-disposition": 'attachment; filename="conversation.keep"',
+        "content-length": str(sum(map(len, parts))),
+    }
+    return StreamingResponse(_pieces(parts), media_type="application/octet-stream", headers=headers)
+
+
+async def _pieces(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            yield bytes(part[start : start + _PIECE])
+
+
+def _of_session(message: Record) -> Record:
+    """A message in a session's form: text as a part, and only pictures as media."""
+    content = message["content"]
+    if isinstance(content, str) and message["role"] != "system":
+        content = [{"type": "text", "text": content}]
+    for part in content if isinstance(content, list) else ():
+        if part["type"] not in ("text", "image"):
+            raise refused("messages", f"a .keep file holds pictures, and no {part['type']}")
+    return {"role": message["role"], "content": content}

@@ -1,1 +1,0 @@
-"""The routes, the bodies they take and the events they send."""

@@ -1,1 +1,0 @@
-"""The media of a request: fetched, opened, checked and counted; uploads."""

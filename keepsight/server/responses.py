@@ -1,0 +1,724 @@
+"""The body of `/v1/responses`, and its translation to the chat API.
+
+Items of an earlier response may come back unchanged, by their ids, or all together by that
+response's id; `response_store.py` resolves ids.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import TypeAdapter
+
+from keepsight import digests
+from keepsight.kinds import Options, Record
+from keepsight.server import schema
+from keepsight.server.access import Visit, body_of, body_schema, to_api_error, visit_of
+from keepsight.server.chat import scored_of
+from keepsight.server.errors import ApiError, invalid, refused
+from keepsight.server.parser import OutputPiece
+from keepsight.server.schema import (
+    CallItem,
+    Item,
+    MessageItem,
+    OtherItem,
+    Reference,
+    ResultItem,
+    ThoughtItem,
+    Unused,
+    is_empty,
+)
+from keepsight.server.streaming import (
+    STREAMED,
+    AnswerEnd,
+    AnswerRequest,
+    AnswerStream,
+    Delta,
+    EventStream,
+    cached_of,
+    images_of,
+    report_of,
+    timings,
+    unless_gone,
+)
+
+if TYPE_CHECKING:
+    from keepsight.server.service import Service
+
+
+_SCORED = "message.output_text.logprobs"
+_MOST = 10_000  # responses per key
+_LONGEST = 10_000  # responses per chain
+_LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
+BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
+_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+Placed = tuple[Item, str]  # an item, and the client's name for it
+
+
+def in_its_words(problem: ApiError) -> ApiError:
+    """A refusal of the chat API, with this API's names for fields."""
+    names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+    given = problem.param or ""
+    name = names.get(given, given.replace(".function.", "."))
+    if name != given:
+        problem.param, problem.message = name, problem.message.replace(given, name, 1)
+    return problem
+
+
+def items_of(body: schema.ResponsesRequest) -> list[Placed]:
+    """The items of a body in any form."""
+    if isinstance(body.input, str):
+        return [(MessageItem(role="user", content=body.input), "input")]
+    return [(item, f"input[{number}]") for number, item in enumerate(body.input)]
+
+
+def as_chat(
+    body: schema.ResponsesRequest,
+    items: Sequence[Placed] | None = None,
+    unused: Unused | None = None,
+) -> schema.ChatRequest:
+    """The same request for the chat API. `items` are those of the whole conversation, if it is
+    longer than the body, with all references resolved."""
+    items = items_of(body) if items is None else items
+    unused = Unused() if unused is None else unused
+    if body.text is not None and body.text.format and body.text.format.type != "text":
+        raise refused("text.format", "only {'type': 'text'} can be honoured here")
+    scored = _SCORED in (body.include or ())
+    if body.top_logprobs and not scored:
+        raise invalid("top_logprobs", f"it needs include: ['{_SCORED}']")
+    _name_unused(body, unused)
+    same = {name: getattr(body, name) for name in schema.AnswerOptions.model_fields}
+    return schema.ChatRequest.model_construct(
+        **same
+        | {
+            "messages": _messages(body, _used(items, unused)),
+            "tools": list(_tools(body, unused)) or None,
+            "tool_choice": body.tool_choice,
+            "max_completion_tokens": body.max_output_tokens,
+            "logprobs": True if scored else None,
+            "top_logprobs": body.top_logprobs if scored else None,
+            "stream_options": None,
+        }
+    )
+
+
+def _name_unused(body: schema.ResponsesRequest, unused: Unused) -> None:
+    """Report the known fields that have no effect here."""
+    if body.text is not None and not is_empty(body.text.verbosity):
+        unused.add("text.verbosity", schema.ChatRequest.IGNORED["verbosity"])
+    if body.truncation == "auto":
+        unused.add("truncation", "prompts are not cut; what is too long is refused")
+    options = body.stream_options
+    if options is not None and options.include_usage is not None:
+        unused.add("stream_options.include_usage", "the last event of a response has usage")
+    if options is not None and options.include_obfuscation:
+        unused.add("stream_options.include_obfuscation", "events are not padded here")
+    for number, name in enumerate(body.include or ()):
+        if name != _SCORED:
+            unused.add(f"include[{number}]", f"{name[:100]!r} is not to be had here")
+
+
+def _tools(body: schema.ResponsesRequest, unused: Unused) -> Iterator[schema.Tool]:
+    for number, tool in enumerate(body.tools or ()):
+        if isinstance(tool, schema.HostedTool):
+            schema.name_hosted(tool, f"tools[{number}]", unused)
+            continue
+        if tool.strict:
+            unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
+        fields = tool.model_dump(exclude={"type", "strict"})
+        yield schema.Tool(type="function", function=schema.Function(**fields))
+
+
+def _used(items: Sequence[Placed], unused: Unused) -> list[Placed]:
+    """The items that a prompt has a place for; others are reported."""
+    for item, place in items:
+        if isinstance(item, OtherItem):
+            unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
+    return [placed for placed in items if not isinstance(placed[0], OtherItem)]
+
+
+def _messages(body: schema.ResponsesRequest, items: Sequence[Placed]) -> list[schema.ChatMessage]:
+    made: list[schema.ChatMessage] = []
+    if body.instructions is not None:
+        system = schema.ChatMessage(role="system", content=body.instructions)
+        made.append(system.called("instructions", "instructions"))
+    if isinstance(body.input, str) and len(items) == 1:
+        asked = schema.ChatMessage(role="user", content=body.input)
+        return [*made, asked.called("input", "input")]
+    thought: str | None = None
+    for item, place in items:
+        if isinstance(item, ThoughtItem):
+            thought = "\n".join(filter(None, (thought, _thought(item)))) or thought
+            continue
+        if thought and not _answers(item):
+            made.append(_only_thought(thought))
+            thought = None
+        _append(made, item, thought, place)
+        thought = None
+    made += [_only_thought(thought)] if thought else []
+    if not made:
+        raise invalid("input", "there is no message in input")
+    return made
+
+
+def _thought(item: ThoughtItem) -> str:
+    """The thought itself, or its summary if only that was sent."""
+    return "".join(part.text for part in item.content or item.summary or [])
+
+
+def _answers(item: Item) -> bool:
+    return isinstance(item, CallItem) or getattr(item, "role", None) == "assistant"
+
+
+def _only_thought(thought: str) -> schema.ChatMessage:
+    """An answer that was cut off before its text began."""
+    return schema.ChatMessage(role="assistant", content="", reasoning_content=thought)
+
+
+def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, place: str) -> None:
+    """Append an item as a message; tool calls join their answer."""
+    if isinstance(item, ResultItem):
+        message = schema.ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+        made.append(message.called(place, f"{place}.output"))
+    elif isinstance(item, CallItem):
+        function = schema.CalledFunction(name=item.name, arguments=item.arguments)
+        call = schema.ToolCall(id=item.call_id, function=function)
+        if made and made[-1].role == "assistant" and thought is None:
+            made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+        else:
+            message = schema.ChatMessage(
+                role="assistant", tool_calls=[call], reasoning_content=thought
+            )
+            made.append(message.called(place, f"{place}.content"))
+    elif isinstance(item, MessageItem):
+        reasoning = thought if item.role == "assistant" else None
+        message = schema.ChatMessage(
+            role=item.role, content=item.content, reasoning_content=reasoning
+        )
+        made.append(message.called(place, f"{place}.content"))
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """One response: the request, the answer, and the response that it continues."""
+
+    id: str
+    whose: str  # the tenant, with its salt
+    previous: str | None
+    asked: bytes  # the items of the request as JSON
+    response: bytes  # the response as its client got it, as JSON
+    item_ids: tuple[str, ...]
+    expires: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return len(self.asked) + len(self.response)
+
+    def items(self) -> list[Record]:
+        """The items of the request and the answer, in order."""
+        asked: list[Options] = json.loads(self.asked)
+        return asked + list(json.loads(self.response)["output"])
+
+
+class ResponseStore:
+    """All stored responses. `owners`: the number of keys that share the bytes."""
+
+    def __init__(
+        self,
+        budget: int,
+        ttl: float,
+        owners: int = 1,
+        clock: Callable[[], float] = time.time,
+        most: int = _MOST,
+        largest: int = _LARGEST,
+    ) -> None:
+        self.share = budget // max(1, owners)
+        self._ttl, self._clock, self._most, self._largest = ttl, clock, most, largest
+        self._held: Counter[str] = Counter()  # bytes by key
+        # By key, then by (tenant, id); the least recently used first.
+        self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
+        self._items: dict[
+            tuple[str, str], tuple[str, str]
+        ] = {}  # (tenant, item) -> (key, response)
+        self._lock = threading.Lock()
+
+    def put(self, owner: str, whose: str, asked: list[Item], response: Record) -> bool:
+        """Store a response and its request's items; False if it exceeds its key's share."""
+        new = StoredResponse(
+            response["id"],
+            _digest(whose),
+            response["previous_response_id"],
+            _json([item.model_dump(mode="json", exclude_none=True) for item in asked]),
+            _json(response),
+            tuple(item["id"] for item in response["output"]),
+            self._clock() + self._ttl,
+        )
+        if new.nbytes > self.share:
+            return False
+        with self._lock:
+            own = self._stored.setdefault(owner, OrderedDict())
+            if (old := own.get((new.whose, new.id))) is not None:
+                self._drop(owner, old)
+            own[new.whose, new.id] = new
+            self._held[owner] += new.nbytes
+            for item_id in new.item_ids:
+                self._items[new.whose, item_id] = (owner, new.id)
+            self._make_room(owner, own)
+        return True
+
+    def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], StoredResponse]) -> None:
+        while own and (self._held[owner] > self.share or len(own) > self._most):
+            self._drop(owner, next(iter(own.values())))
+
+    def sweep(self) -> None:
+        """Drop expired responses, even without requests."""
+        now = self._clock()
+        with self._lock:
+            for owner, own in self._stored.items():
+                for stored in [stored for stored in own.values() if stored.expires <= now]:
+                    self._drop(owner, stored)
+
+    def _drop(self, owner: str, stored: StoredResponse) -> None:
+        if self._stored[owner].pop((stored.whose, stored.id), None) is not None:
+            self._held[owner] -= stored.nbytes
+        for item_id in stored.item_ids:
+            if self._items.get((stored.whose, item_id)) == (owner, stored.id):
+                del self._items[stored.whose, item_id]
+
+    # -- lookup ------------------------------------------------------------------------------------
+
+    def get(
+        self, owner: str, whose: str, response_id: str, param: str = "response_id"
+    ) -> StoredResponse:
+        """A response of this tenant; those of others are unknown."""
+        with self._lock:
+            stored = self._find(owner, _digest(whose), response_id)
+        if stored is None:
+            raise _unknown("response", response_id, param)
+        return stored
+
+    def _find(self, owner: str, whose: str, response_id: str) -> StoredResponse | None:
+        own = self._stored.get(owner, OrderedDict())
+        stored = own.get((whose, response_id))
+        if stored is not None and stored.expires <= self._clock():
+            self._drop(owner, stored)
+            return None
+        if stored is not None:
+            own.move_to_end((whose, response_id))
+        return stored
+
+    def delete(self, owner: str, whose: str, response_id: str) -> None:
+        """Delete one response; its continuations cannot be continued any more."""
+        stored = self.get(owner, whose, response_id)
+        with self._lock:
+            self._drop(owner, stored)
+
+    def forget(self, whose: str | None = None) -> None:
+        """Forget all responses of one tenant, or of all."""
+        digest = None if whose is None else _digest(whose)
+        with self._lock:
+            for owner, own in self._stored.items():
+                for stored in [k for k in own.values() if digest in (None, k.whose)]:
+                    self._drop(owner, stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored."""
+        with self._lock:
+            return self._held.total()
+
+    # -- continuation ------------------------------------------------------------------------------
+
+    def conversation(self, owner: str, whose: str, body: schema.ResponsesRequest) -> list[Placed]:
+        """The items of a whole conversation: those of earlier responses, then those of the body
+        with ids resolved."""
+        chain = self._chain(owner, whose, body.previous_response_id)
+        meant = _ReferencedResponses(self._largest)
+        for stored in chain:
+            meant.take(stored.nbytes, BEFORE)  # before any of it is read
+        before = [
+            (_ITEM.validate_python(item), BEFORE) for stored in chain for item in stored.items()
+        ]
+        found = [self._resolved(owner, whose, placed, meant) for placed in items_of(body)]
+        return before + found
+
+    def _chain(self, owner: str, whose: str, last: str | None) -> list[StoredResponse]:
+        chain: list[StoredResponse] = []
+        while last is not None:
+            if len(chain) == _LONGEST:
+                raise _unknown("response", last, BEFORE)
+            chain.append(self.get(owner, whose, last, BEFORE))
+            last = chain[-1].previous
+        return chain[::-1]
+
+    def _resolved(
+        self, owner: str, whose: str, placed: Placed, meant: _ReferencedResponses
+    ) -> Placed:
+        item, place = placed
+        if not isinstance(item, Reference):
+            return placed
+        with self._lock:
+            where = self._items.get((_digest(whose), item.id))
+            stored = self._find(owner, _digest(whose), where[1]) if where else None
+        if stored is None:
+            raise _unknown("item", item.id, f"{place}.id")
+        return meant.item(stored, item.id, place), place
+
+
+class _ReferencedResponses:
+    """Resolves the ids of one request. Each response is read once, however often it is referenced,
+    and the total size is limited like a body with the full text."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest, self._taken = largest, 0
+        self._items: dict[str, dict[str, tuple[Item, int]]] = {}  # by response and item
+
+    def take(self, nbytes: int, param: str) -> None:
+        """Add bytes; refuse too many."""
+        self._taken += nbytes
+        if self._taken > self._largest:
+            raise ApiError(
+                400,
+                f"the references in this request take more than {self._largest} bytes in full; "
+                "begin a new conversation, or send the items that matter as input",
+                param=param,
+                code="conversation_too_large",
+            )
+
+    def item(self, stored: StoredResponse, item_id: str, place: str) -> Item:
+        """An output item of a response."""
+        if stored.id not in self._items:
+            self._items[stored.id] = {
+                one["id"]: (_ITEM.validate_python(one), len(_json(one)))
+                for one in json.loads(stored.response)["output"]
+            }
+        found, nbytes = self._items[stored.id][item_id]
+        self.take(nbytes, f"{place}.id")
+        return found
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
+        errors="surrogatepass"
+    )
+
+
+def _digest(whose: str) -> str:
+    return digests.digest("owner of responses", whose)
+
+
+def _unknown(what: str, given: str, param: str) -> ApiError:
+    return ApiError(
+        404,
+        f"no such {what}: {given[:100]!r}; it was never stored here, was deleted, or has expired. "
+        "Send the items of the conversation as input",
+        param=param,
+        code=f"{what}_not_found",
+    )
+
+
+Event = Record
+Salt = Annotated[str | None, Query(min_length=1, max_length=1024)]
+_TYPES = {"text": "message", "thought": "reasoning"}
+
+
+def routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["answers"])
+
+    @router.post(
+        "/v1/responses",
+        operation_id="responses",
+        responses=STREAMED,
+        openapi_extra=body_schema(schema.ResponsesRequest),
+    )
+    async def responses(
+        body: Annotated[schema.ResponsesRequest, body_of(schema.ResponsesRequest)],
+        request: Request,
+    ) -> Response:
+        """An answer to a list of items, whole or streamed."""
+        visit = visit_of(request)
+        visit.asked(body)
+        body.check_stream_options()
+        caller, keeps = visit.who(), body.store is not False
+        if keeps and body.store and not service.responses.share:
+            visit.unused.add("store", "this server keeps no responses; see --responses-budget")
+
+        asked: list[Item] = []
+
+        async def asking() -> AnswerRequest:
+            whose = caller.salted(body.cache_salt)
+            items = await service.threads.run(
+                lambda: service.responses.conversation(caller.tenant, whose, body)
+            )
+            asked.extend(
+                item for item, place in items if place != BEFORE and not isinstance(item, OtherItem)
+            )
+            chat = await service.threads.run(lambda: as_chat(body, items, visit.unused))
+            return await service.ask(chat, visit)
+
+        ask = await unless_gone(request, asking(), visit)
+        [answer] = await unless_gone(request, service.submit(ask), visit)
+        writer = ResponseWriter(service, body, asked, answer, visit)
+        if body.stream:
+            return EventStream(writer.lines(), visit, [answer])
+        return JSONResponse(await unless_gone(request, writer.whole(), visit))
+
+    _add_one(router, service)
+    return router
+
+
+def _add_one(router: APIRouter, service: Service) -> None:
+    """Add the routes for one stored response."""
+
+    async def stored(response_id: str, request: Request, salt: str | None) -> StoredResponse:
+        caller = visit_of(request).who()
+        whose = caller.salted(salt)
+        return await service.threads.run(
+            lambda: service.responses.get(caller.tenant, whose, response_id)
+        )
+
+    @router.get("/v1/responses/{response_id}", operation_id="response")
+    async def one(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
+        """A stored response, as its client got it."""
+        found = await stored(response_id, request, cache_salt)
+        return Response(found.response, media_type="application/json")
+
+    @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
+    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
+        """The request items of a response."""
+        items = json.loads((await stored(response_id, request, cache_salt)).asked)
+        return {"object": "list", "data": items, "has_more": False}
+
+    @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
+    async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
+        """Delete a response. Its continuations cannot be continued any more."""
+        caller = visit_of(request).who()
+        whose = caller.salted(cache_salt)
+        await service.threads.run(
+            lambda: service.responses.delete(caller.tenant, whose, response_id)
+        )
+        return {"id": response_id, "object": "response", "deleted": True}
+
+
+class ResponseWriter:
+    """One growing response."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: schema.ResponsesRequest,
+        asked: list[Item],
+        answer: AnswerStream,
+        visit: Visit,
+    ) -> None:
+        self._asked = asked
+        self._service, self._body, self._answer, self._visit = service, body, answer, visit
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._output: list[Record] = []
+        self._open: str | None = None  # kind of the current item
+        self._number = -1
+        self._scored: list[Record] = []
+
+    async def whole(self) -> Record:
+        """The response if it is not streamed."""
+        last: Event = {}
+        async for event in self._events():
+            last = event
+        response: Record = last["response"]
+        return response
+
+    async def lines(self) -> AsyncGenerator[tuple[str | None, Record | str], None]:
+        """The numbered events of a stream; an error on the way is an event too."""
+        try:
+            async for event in self._events():
+                yield event["type"], event
+        except Exception as error:
+            problem = to_api_error(error, self._visit)
+            for event in self._failed(problem):
+                yield event["type"], event
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress"))
+        merged = self._service.merged([self._answer], self._visit.who(), self._visit)
+        end: AnswerEnd | None = None
+        async with aclosing(merged) as deltas:
+            async for _, delta in deltas:
+                end = delta.end or end
+                for event in self._said(delta):
+                    yield event
+        for event in self._close("incomplete" if end and end.reason == "length" else "completed"):
+            yield event
+        if end is None:
+            raise ApiError(500, "the answer ended without its measurements", code="internal_error")
+        status = "incomplete" if end.reason == "length" else "completed"
+        yield self._event(f"response.{status}", response=await self._stored(status, end))
+
+    async def _stored(self, status: str, end: AnswerEnd) -> Record:
+        """The whole response, stored if requested before its client sees its end."""
+        body, responses = self._body, self._service.responses
+        keeps = body.store is not False and responses.share > 0
+        made = {**self._response(status, end), "store": keeps}
+        if keeps:
+            caller = self._visit.who()
+            whose = caller.salted(body.cache_salt)
+            made["store"] = await self._service.threads.run(
+                lambda: responses.put(caller.tenant, whose, self._asked, made)
+            )
+        return made
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    # -- items -----------------------------------------------------------------------------------
+
+    def _said(self, delta: Delta) -> Iterator[Event]:
+        scored = [scored_of(s, self._service) for s in delta.scored]
+        for piece in delta.pieces:
+            if piece.kind == "call":
+                yield from self._close("completed")
+                yield from self._call(piece)
+                continue
+            if self._open != piece.kind:
+                yield from self._close("completed")
+                yield from self._begin(piece.kind)
+            yield self._grow(piece, scored)
+            scored = []
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        self._open, self._scored = kind, []
+        item: Record = {"type": _TYPES[kind], "status": "in_progress", "content": []}
+        if kind == "text":
+            item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+        else:
+            item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": []}
+        self._output.append(item)
+        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
+        item["content"] = [_content(kind, "", [])]
+        place = self._place()
+        yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
+
+    def _grow(self, piece: OutputPiece, scored: list[Record]) -> Event:
+        self._output[-1]["content"][0]["text"] += piece.text
+        if piece.kind == "thought":
+            return self._event("response.reasoning_text.delta", **self._place(), delta=piece.text)
+        self._scored += scored
+        return self._event(
+            "response.output_text.delta", **self._place(), delta=piece.text, logprobs=scored
+        )
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if self._open is None:
+            return
+        item, kind = self._output[-1], self._open
+        text = item["content"][0]["text"]
+        part = _content(kind, text, self._scored)
+        item |= {"status": status, "content": [part]}
+        name = "output_text" if kind == "text" else "reasoning_text"
+        more = {"logprobs": self._scored} if kind == "text" else {}
+        yield self._event(f"response.{name}.done", **self._place(), text=text, **more)
+        yield self._event("response.content_part.done", **self._place(), part=part)
+        yield self._event("response.output_item.done", **self._spot(), item=item)
+        self._open = None
+
+    def _call(self, piece: OutputPiece) -> Iterator[Event]:
+        item = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": piece.id,
+            "name": piece.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self._output.append(item)
+        spot = {**self._spot(), "item_id": item["id"]}
+        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
+        name = "response.function_call_arguments"
+        yield self._event(f"{name}.delta", **spot, delta=piece.text)
+        item |= {"arguments": piece.text, "status": "completed"}
+        yield self._event(f"{name}.done", **spot, arguments=piece.text, name=piece.name)
+        yield self._event("response.output_item.done", **self._spot(), item=item)
+
+    def _spot(self) -> dict[str, int]:
+        return {"output_index": len(self._output) - 1}
+
+    def _place(self) -> Record:
+        return {**self._spot(), "item_id": self._output[-1]["id"], "content_index": 0}
+
+    # -- the response ----------------------------------------------------------------------------
+
+    def _failed(self, problem: ApiError) -> Iterator[Event]:
+        about = {"code": problem.code, "message": problem.message, "param": problem.param}
+        yield self._event("error", **about)
+        response = self._response("failed")
+        response["error"] = {"code": problem.code or "server_error", "message": problem.message}
+        yield self._event("response.failed", response=response)
+
+    def _response(self, status: str, end: AnswerEnd | None = None) -> Record:
+        body = self._body
+        made: Record = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "instructions": body.instructions,
+            "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._service.model.name,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+            "tools": [
+                t.model_dump() for t in body.tools or [] if isinstance(t, schema.FunctionTool)
+            ],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+        if end is not None:
+            made |= {"completed_at": int(time.time()), **self._measured(end)}
+        return made
+
+    def _measured(self, end: AnswerEnd) -> Record:
+        usage = end.usage
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": cached_of(usage),
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+            **images_of(usage),
+        }
+        made = {"usage": counts, "timings": timings(end)}
+        if self._body.keepsight is not None and self._body.keepsight.report:
+            made["keepsight"] = {"report": report_of(end.report)}
+        return made
+
+
+def _content(kind: str, text: str, scored: list[Record]) -> Record:
+    if kind == "thought":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}

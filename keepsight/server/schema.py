@@ -1,0 +1,777 @@
+"""The bodies that clients send, in the dialects of many servers, and what becomes of each field.
+
+A field of a model below is honoured. At the top of a body `IGNORED` names those that are accepted
+without effect and `REFUSED` those that would change an answer and cannot be done; any other unknown
+field is ignored, and named like the first. What is unknown further inside is ignored without a
+word. Values are strict: `"1"` is not a number. Null means the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+)
+
+from keepsight.core.decoding.stops import MOST as MOST_STOPS
+from keepsight.server.errors import hint_for, invalid, refused, unknown
+
+HEADER = "x-keepsight-unused"
+_MOST = 24  # names that are listed; the rest is counted
+_LONGEST = 120  # characters per name
+_STRANGE = re.compile(r"[^A-Za-z0-9_.\[\]:/@$+-]")  # not allowed in a header, or in a list in one
+
+Text = Annotated[str, Field(max_length=16_000_000)]
+Where = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Id = Annotated[str, Field(min_length=1, max_length=4096)]  # may hold a whole thought
+Label = Annotated[str, Field(max_length=1024)]
+Level = Annotated[str, Field(max_length=64)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+Detail = Literal["auto", "low", "high", "original"]
+Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
+Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
+TemplateOptions = dict[str, object]
+
+
+def _form(value: object) -> str:
+    """Which form of a union is meant; such tags are left out of the places in errors."""
+    return "as parts" if isinstance(value, list) else "as text"
+
+
+def _record_or_text(value: object) -> str:
+    return "as text" if isinstance(value, str) else "as record"
+
+
+class Inner(BaseModel):
+    """A record inside of a body; what is unknown in it is ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+# -- parts of messages -----------------------------------------------------------------------------
+
+
+class TextPart(Inner):
+    """Text."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class RefusalPart(Inner):
+    """A refusal in an earlier answer; the model sees it as text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class ThoughtPart(Inner):
+    """A thought in the content of an earlier answer."""
+
+    type: Literal["thinking", "reasoning", "redacted_thinking"]
+    thinking: Text | None = None
+    text: Text | None = None
+
+
+class Address(Inner):
+    """The address of a medium: http(s), a data URI, an upload, or a path in an allowed folder."""
+
+    url: Where
+    detail: Detail | None = None
+
+
+Place = Annotated[
+    Annotated[Address, Tag("as record")] | Annotated[Where, Tag("as text")],
+    Discriminator(_record_or_text),
+]
+
+
+class SizeLimits(Inner):
+    """The size limits of a processor."""
+
+    shortest_edge: Pixels | None = None
+    longest_edge: Pixels | None = None
+
+
+class ProcessorOptions(Inner):
+    """`mm_processor_kwargs`: those processor options that limit the size of a picture."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    size: SizeLimits | None = None
+
+
+class PixelLimits(Inner):
+    """How large pictures are shown to the model."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
+
+    def limits(self) -> tuple[int | None, int | None]:
+        """The minimum and maximum of pixels, from any of the fields."""
+        more = self.mm_processor_kwargs or ProcessorOptions()
+        size = more.size or SizeLimits()
+        least = (self.min_pixels, more.min_pixels, size.shortest_edge)
+        most = (self.max_pixels, more.max_pixels, size.longest_edge)
+        return (
+            max((n for n in least if n is not None), default=None),
+            min((n for n in most if n is not None), default=None),
+        )
+
+
+class PicturePart(PixelLimits):
+    """Fields of every part with a picture."""
+
+    detail: Detail | None = None
+    uuid: Id | None = None
+
+
+class EncodedSource(Inner):
+    """A picture in the body or at an address, as in Anthropic's API."""
+
+    type: Literal["base64", "url"]
+    data: Where | None = None
+    url: Where | None = None
+
+
+class ImagePart(PicturePart):
+    """A picture as OpenAI, Hugging Face's templates or Anthropic's API write it; one of these
+    fields holds it."""
+
+    type: Literal["image_url", "image", "input_image"]
+    image: Place | None = None
+    image_url: Place | None = None
+    url: Where | None = None
+    path: Where | None = None
+    base64: Where | None = None
+    data: Where | None = None
+    source: EncodedSource | None = None
+    file_id: Name | None = None
+
+
+class EmbedsPart(Inner):
+    """Features in place of a picture: a `.sight` file as base64, as a data URI, or by its id."""
+
+    type: Literal["image_embeds"]
+    image_embeds: object
+
+
+class VideoPart(Inner):
+    """A video, if the model takes videos."""
+
+    type: Literal["video_url", "video", "input_video"]
+    video_url: Place | None = None
+    video: Place | None = None
+    url: Where | None = None
+    path: Where | None = None
+    uuid: Id | None = None
+
+
+class Sound(Inner):
+    """Sound in the body."""
+
+    data: Where
+    format: Literal["wav", "mp3", "flac", "ogg"] | None = None
+
+
+class SoundPart(Inner):
+    """Sound, if the model takes sound."""
+
+    type: Literal["input_audio"]
+    input_audio: Sound
+    uuid: Id | None = None
+
+
+class FileHandle(Inner):
+    """An uploaded file by its id, a file in the body as a data URI, or one at an address."""
+
+    file_id: Name | None = None
+    file_data: Where | None = None
+    file_url: Where | None = None
+
+
+class FilePart(PicturePart):
+    """A picture, or a PDF whose pages are pictures."""
+
+    type: Literal["file"]
+    file: FileHandle
+
+
+class InputFile(PicturePart, FileHandle):
+    """The same as a part of `/v1/responses`."""
+
+    type: Literal["input_file"]
+
+
+Part = Annotated[
+    TextPart
+    | RefusalPart
+    | ThoughtPart
+    | ImagePart
+    | EmbedsPart
+    | VideoPart
+    | SoundPart
+    | FilePart
+    | InputFile,
+    Discriminator("type"),
+]
+Content = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[Part], Field(fail_fast=True), Tag("as parts")],
+    Discriminator(_form),
+]
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+class Function(Inner):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class Tool(Inner):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionTool(Function):
+    """A tool in the form of `/v1/responses`."""
+
+    type: Literal["function"]
+
+
+class HostedTool(Inner):
+    """A tool that another kind of server runs: accepted, named, and not shown to the model."""
+
+    type: Name
+
+
+def _tool_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "as function" if kind in (None, "function") else "as hosted"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
+    Discriminator(_tool_kind),
+]
+AnyFunctionTool = Annotated[
+    Annotated[FunctionTool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
+    Discriminator(_tool_kind),
+]
+
+
+class CalledFunction(Inner):
+    """A called function: `arguments` is JSON in a string, as the client got it, or the record
+    itself, as templates have it."""
+
+    name: Name
+    arguments: Annotated[
+        Annotated[Text, Tag("as text")] | Annotated[dict[str, object], Tag("as record")],
+        Discriminator(lambda value: "as record" if isinstance(value, dict) else "as text"),
+    ]
+
+
+class ToolCall(Inner):
+    """One call of a tool in an earlier answer."""
+
+    id: Id | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class NamedFunction(Inner):
+    """The name in a forced choice."""
+
+    name: Name
+
+
+class ForcedChoice(Inner):
+    """A forced choice of a tool, in the form of either API; it is known, and refused by name."""
+
+    type: Literal["function"]
+    function: NamedFunction | None = None
+    name: Name | None = None
+
+
+_CHOICES = ("none", "auto", "required")
+
+
+def _choice_kind(value: object) -> str | None:
+    if isinstance(value, dict | BaseModel):
+        kind = value.get("type") if isinstance(value, dict) else "function"
+        return "as function" if kind == "function" else None
+    return "as text" if value in _CHOICES else None
+
+
+def _plain_choice(value: object) -> object:
+    """`{"type": "auto"}`, as some clients write `"auto"`."""
+    kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
+    return kind if kind in _CHOICES else value
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as text")]
+    | Annotated[ForcedChoice, Tag("as function")],
+    Discriminator(
+        _choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="expected 'none', 'auto', 'required', or a function by its name",
+    ),
+    BeforeValidator(_plain_choice),
+]
+
+
+# -- the messages of chat and the items of responses -----------------------------------------------
+
+
+class ChatMessage(Inner):
+    """One message, or an answer that a client sends back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Id | None = None
+    reasoning_content: Text | None = None
+    reasoning: object = None  # another name of reasoning_content
+    refusal: Text | None = None
+    images: list[object] | None = None  # as in Ollama: base64, or addresses
+    function_call: object = None
+    prefix: bool | None = None  # DeepSeek's field for continuing an answer
+    partial: bool | None = None  # and Kimi's
+    # The client's names for this message and its content, if it did not send `messages`.
+    _place: str | None = PrivateAttr(default=None)
+    _content_place: str | None = PrivateAttr(default=None)
+
+    def thought(self) -> str | None:
+        """The thought before the answer."""
+        if self.reasoning_content is None and isinstance(self.reasoning, str):
+            return self.reasoning
+        return self.reasoning_content
+
+    def called(self, place: str, content: str) -> ChatMessage:
+        """The message, with the client's names for it and its content."""
+        self._place, self._content_place = place, content
+        return self
+
+    def places(self, number: int) -> tuple[str, str]:
+        """The client's names for message `number` and its content."""
+        place = self._place or f"messages[{number}]"
+        return place, self._content_place or f"{place}.content"
+
+
+class MessageItem(Inner):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Id | None = None
+
+
+class Thought(Inner):
+    """The text of a thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ThoughtItem(Inner):
+    """An earlier thought."""
+
+    type: Literal["reasoning"]
+    id: Id | None = None
+    summary: list[Thought] | None = None
+    content: list[Thought] | None = None
+
+
+class CallItem(Inner):
+    """An earlier tool call."""
+
+    type: Literal["function_call"]
+    id: Id | None = None
+    call_id: Id
+    name: Name
+    arguments: Text
+
+
+class ResultItem(Inner):
+    """The result of a tool."""
+
+    type: Literal["function_call_output"]
+    id: Id | None = None
+    call_id: Id
+    output: Content
+
+
+class OtherItem(Inner):
+    """An action of another server: a search, or a call of a hosted tool."""
+
+    type: Name
+
+
+class Reference(Inner):
+    """A stored item, by its id."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
+_FUNCTIONS = ("function_call", "function_call_output")
+_HOSTED = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
+
+
+def _item_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = "message" if kind is None else kind
+    if not isinstance(kind, str):
+        return "as message"
+    return "as another" if kind not in _FUNCTIONS and _HOSTED.match(kind) else f"as {kind}"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("as message")]
+    | Annotated[ThoughtItem, Tag("as reasoning")]
+    | Annotated[CallItem, Tag("as function_call")]
+    | Annotated[ResultItem, Tag("as function_call_output")]
+    | Annotated[Reference, Tag("as item_reference")]
+    | Annotated[OtherItem, Tag("as another")],
+    Discriminator(_item_kind),
+]
+
+
+# -- what becomes of fields ------------------------------------------------------------------------
+
+# What would change an answer and is not possible here, under all names that servers use.
+_CONSTRAINING: dict[str, str] = {
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
+         "structured_outputs", "grammar", "json_schema", "regex", "ebnf", "format",
+         "allowed_token_ids", "bad_words", "logits_processors"),
+        "tokens cannot be constrained here",
+    ),
+    "use_beam_search": "beams are not decoded here",
+    "best_of": "of several answers all are given; see n",
+    "chat_template": "the template is the model's own; see chat_template_kwargs",
+    "documents": "send them as messages",
+    "truncate_prompt_tokens": "prompts are not cut",
+    "prompt_logprobs": "only tokens of the answer are scored",
+}  # fmt: skip
+_WITHOUT_EFFECT: dict[str, str] = {
+    "moderation": "there is no moderation model here",
+    "prompt_cache_options": "what was used last is kept; see /v1/prepare",
+    "prompt_cache_retention": "what was used last is kept; see the server's --ttl",
+}
+_NEUTRAL: tuple[tuple[str, object], ...] = (
+    ("best_of", 1),
+    ("truncate_prompt_tokens", -1),
+    ("prompt_logprobs", 0),
+)
+
+
+def is_empty(value: object) -> bool:
+    """Whether a value says nothing: null, false, or an empty text, list or record."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+class Body(PixelLimits):
+    """A whole body: what is unknown in it is named or refused."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    IGNORED: ClassVar[dict[str, str]] = {}
+    REFUSED: ClassVar[dict[str, str]] = {}
+
+
+class Unused:
+    """The fields of one request that have no effect. They are told in a header, in the log and in
+    the report, so that no option is silently ignored; with `refuse` the first one is an error."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse = refuse
+        self._why: dict[str, str] = {}  # by name, in order of appearance
+        self._more = 0
+
+    def add(self, place: str, why: str) -> None:
+        """Name a known field without effect, or refuse it."""
+        if self.refuse:
+            raise refused(place, why)
+        if place in self._why or len(self._why) < _MOST:
+            self._why.setdefault(place, why)
+        else:
+            self._more += 1
+
+    def sift(self, body: Body) -> None:
+        """Take the fields out of a body that are not honoured: name them, or refuse them."""
+        extra = body.__pydantic_extra__ or {}
+        for name, value in extra.items():
+            if (why := body.REFUSED.get(name)) is not None:
+                searches = name == "web_search_options" and value is not None  # {} does, too
+                if searches or not (is_empty(value) or (name, value) in _NEUTRAL):
+                    raise refused(name, why)
+            elif not is_empty(value):
+                self._ignored(body, name[:_LONGEST])
+        extra.clear()
+
+    def _ignored(self, body: Body, name: str) -> None:
+        known = type(body).model_fields
+        if (why := body.IGNORED.get(name)) is not None:
+            self.add(name, why)
+        elif self.refuse:
+            raise unknown(name, known)
+        elif len(self._why) < _MOST:  # finding a hint takes time
+            self.add(name, f"unknown; {hint_for(name, known)}")
+        else:
+            self._more += 1
+
+    def names(self) -> list[str]:
+        """The names, safe for a header and a log: without spaces, commas and unusual characters."""
+        named = [_STRANGE.sub("?", place)[:_LONGEST] or "?" for place in self._why]
+        return [*named, f"+{self._more}"] if self._more else named
+
+    def header(self) -> str:
+        """The names on one line; empty if everything was used."""
+        return ", ".join(self.names())
+
+    def notes(self) -> tuple[str, ...]:
+        """The names with their reasons, as in a report."""
+        notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
+        return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
+
+
+def name_hosted(tool: HostedTool, place: str, unused: Unused) -> None:
+    """Name a tool that does not run here."""
+    unused.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[
+    Annotated[StopText, Tag("as text")]
+    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("as parts")],
+    Discriminator(_form),
+]
+# An empty text, or none in a list, ends nothing.
+StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)]
+
+
+class StreamOptions(Inner):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Format(Inner):
+    """The one format of answers without constraints."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextSettings(Inner):
+    """Settings of text."""
+
+    format: Format | None = None
+    verbosity: object = None
+
+
+class KeepsightOptions(BaseModel):
+    """Options that only this server has; unknown ones are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    report: bool = False
+
+
+class Reasoning(Inner):
+    """How much to think before an answer, and which thoughts are sent."""
+
+    effort: Level | None = None
+    enabled: bool | None = None
+    summary: object = None
+    generate_summary: object = None
+
+
+class PromptOptions(Body):
+    """Fields of both APIs besides the messages that decide the prompt."""
+
+    model: Name | None = None  # left out: the one that is served
+    chat_template_kwargs: TemplateOptions | None = None
+    cache_salt: Salt | None = None
+    prompt_cache_key: Label | None = None
+    reasoning_effort: Level | None = None
+    reasoning: Reasoning | None = None
+    thinking: object = None  # {"type": "enabled"} or "disabled", as in Anthropic's API
+    enable_thinking: bool | None = None
+
+
+class AnswerOptions(PromptOptions):
+    """Fields of both APIs: how tokens are chosen, and how an answer is sent."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Unit | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    min_p: Unit | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: StopOption = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    ignore_eos: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: Level | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    keepsight: KeepsightOptions | None = None
+
+    def check_stream_options(self) -> None:
+        """Refuse stream options without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options is only allowed when stream is true")
+
+
+class Rendering(PromptOptions):
+    """Everything that decides the prompt of a request to answer, prepare or explain."""
+
+    REFUSED: ClassVar[dict[str, str]] = _CONSTRAINING
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: list[AnyTool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model is shown."""
+        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message, in any dialect."""
+        last = self.messages[-1]
+        return bool(self.continue_final_message or last.prefix or last.partial)
+
+
+class ChatRequest(Rendering, AnswerOptions):
+    """The body of `/v1/chat/completions`."""
+
+    IGNORED: ClassVar[dict[str, str]] = {
+        **_WITHOUT_EFFECT,
+        "metadata": "answers of this API are not stored, so there is nothing to attach it to",
+        "prediction": "predicted outputs are not supported",
+        "store": "answers of this API are not stored; see /v1/responses",
+        "verbosity": "this model has no such setting",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        **_CONSTRAINING,
+        "audio": "answers are text",
+        "function_call": "deprecated; use tools and tool_choice",
+        "functions": "deprecated; use tools",
+        "web_search_options": "there is no web search here",
+    }
+
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    cache_prompt: bool | None = None
+    tool_choice: ToolChoice | None = None
+    response_format: Format | None = None
+    modalities: list[Literal["text", "audio"]] | None = None
+
+
+class ResponsesRequest(AnswerOptions):
+    """The body of `/v1/responses`."""
+
+    IGNORED: ClassVar[dict[str, str]] = {
+        **_WITHOUT_EFFECT,
+        "context_management": "prompts are not cut",
+        "max_tool_calls": "there are no tools that run here",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        **_CONSTRAINING,
+        "background": "answers come with the request; leave it out or send false",
+        "conversation": "conversations are not stored; see previous_response_id",
+        "prompt": "there are no stored prompts",
+    }
+
+    input: Annotated[
+        Annotated[Text, Tag("as text")]
+        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("as parts")],
+        Discriminator(_form),
+    ]
+    instructions: Text | None = None
+    previous_response_id: Id | None = None
+    store: bool | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=64)] | (
+        None
+    ) = None
+    max_output_tokens: Tokens | None = None
+    include: list[str] | None = None
+    tools: list[AnyFunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    text: TextSettings | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class ResetRequest(BaseModel):
+    """What to forget: a tenant's own entries, or with `everyone` all; with `store` on disk too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)  # this route must not guess
+
+    cache_salt: Salt | None = None
+    everyone: bool = False
+    store: bool = False
+
+
+class HeldRequest(PixelLimits):
+    """What to pin or remove: a conversation, with `pictures_only` its pictures, or `images` by the
+    keys in reports and `/v1/cache/images`."""
+
+    model_config = ConfigDict(extra="forbid")  # this route must not guess
+
+    model: Name
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    images: Annotated[list[Key], Field(min_length=1, max_length=1000)] | None = None
+    pictures_only: bool = False
+    tools: list[AnyTool] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    cache_salt: Salt | None = None
+
+
+class PinRequest(HeldRequest):
+    """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
+
+    pinned: bool = True
