@@ -26,9 +26,8 @@ import keepsight as ks
 from keepsight.encode.documents import PDFIUM, _Document
 from keepsight.encode.run import Ahead
 from keepsight.scheduler import Together
-from keepsight.store import DiskStore, open_store
-from keepsight.store.addresses.remote import RemoteStore
-from keepsight.store.folders import folder
+from keepsight.store import DiskStore, files, open_store
+from keepsight.store.remote import RemoteStore
 from keepsight.system import lock as locks
 from keepsight.system.lock import FairLock
 
@@ -306,15 +305,15 @@ _UNFINISHED = """
 import json, sys, threading, time, torch
 from models import picture, turn
 import keepsight as ks
-from keepsight.store.folders import folder
+from keepsight.store import files
 from keepsight.scheduler import Together
 
 torch.set_num_threads(1)
-finish = folder.Folder.finish
-def slowly(self, parts):
+finish = files.together
+def slowly(steps):
     time.sleep(0.2)
-    return finish(self, parts)
-folder.Folder.finish = slowly
+    return finish(steps)
+files.together = slowly
 
 messages = [turn("What is it?", picture(1))]
 vlm = ks.load("demo", store=sys.argv[1])
@@ -327,7 +326,7 @@ tickets = [together.submit(messages, max_new_tokens=500) for _ in range(3)]
 going = vlm.stream(messages)
 next(going)
 vlm.prepare([turn("Please describe all that you see in this picture. " * 20, picture(2))])
-print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store._writer.pending.jobs]))
+print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store.keeper._writer.jobs]))
 """
 
 
@@ -351,10 +350,10 @@ def test_a_disk_that_hangs_does_not_keep_the_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go_on = DiskStore(tmp_path), threading.Event()
-    finish = store._folder.finish
-    monkeypatch.setattr(store._folder, "finish", lambda p: go_on.wait(60) and finish(p))
+    finish = files.together
+    monkeypatch.setattr(files, "together", lambda p: go_on.wait(60) and finish(p))
     _put(store)
-    within(60, lambda: store._writer.before_exit(0.01))
+    within(60, lambda: store.keeper._writer.before_exit(0.01))
     go_on.set()
     store.close()
     assert DiskStore(tmp_path).has("package", "ab" * 32)
@@ -377,7 +376,7 @@ def test_stores_are_written_where_no_thread_begins_any_more(
     }
     store = stores[where]()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(folder.ThreadPoolExecutor, "submit", refuse)
+    monkeypatch.setattr(files.ThreadPoolExecutor, "submit", refuse)
     for number in range(3):
         _put(store, f"{number}b" * 32)
     store.flush()
@@ -523,7 +522,7 @@ def hold(lock):
     with lock:
         has.set()
         go_on.wait()
-mine, guard = vlm.runtime.lock, vlm.runtime.store._guard._lock
+mine, guard = vlm.runtime.lock, vlm.runtime.store.keeper._index._lock
 for lock, work in ((mine, answers), (mine, vlm.close), (guard, answers)):
     has.clear(), go_on.clear()
     thread = threading.Thread(target=hold, args=(lock,))
@@ -541,6 +540,6 @@ def test_forked_children_answer_or_say_why_not(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     answers = ["answers", True, True]
-    assert told == [*[answers] * 4, "Closed", [], "Forked", None, answers, answers], done.stderr
-    assert all("not in the catalogue" in wrong for wrong in open_store(tmp_path).check(True))
+    assert told == [*[answers] * 4, "Closed", [], "Forked", None, "NotStored", answers], done.stderr
+    assert all("not in the index" in wrong for wrong in open_store(tmp_path).check(True))
     assert open_store(tmp_path).check() == []

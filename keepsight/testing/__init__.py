@@ -7,6 +7,6 @@ imports pytest or knows how methods work: only what they promise.
 
 from keepsight.testing.families import FamilyTests
 from keepsight.testing.states import StateTests
-from keepsight.testing.stores import StoreTests
+from keepsight.testing.stores import BoundedStoreTests, StoreTests
 
-__all__ = ["FamilyTests", "StateTests", "StoreTests"]
+__all__ = ["BoundedStoreTests", "FamilyTests", "StateTests", "StoreTests"]

@@ -22,7 +22,7 @@ from keepsight.core.kernels.attention import ROW_PADDINGS, Heads, QueryRows, Row
 from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
-from keepsight.store.contract import Store
+from keepsight.store import Store
 
 _KIND = "kernels"
 _FORMAT = 4  # 3 did not know whether steps run without modules

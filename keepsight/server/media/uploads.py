@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 from keepsight import digests
 from keepsight.server.media.files import NONE, Contents, InMemory, Upload, Uploads
-from keepsight.store import DiskStore, Store
-from keepsight.store.folders.folder import PART, Folder, left_over
+from keepsight.store import Store
+from keepsight.store.files import PART, Folder, left_over
 
 logger = logging.getLogger("keepsight.server")
 
@@ -34,8 +34,8 @@ _OWNER = re.compile(r"[0-9a-f]{64}")
 
 def contents_for(store: Store | None) -> Contents:
     """On disk if a store with a folder is used, otherwise in memory."""
-    near = getattr(store, "tiers", (store,))[0]
-    return OnDisk(near.root) if isinstance(near, DiskStore) else InMemory()
+    root = None if store is None else store.root
+    return InMemory() if root is None else OnDisk(root)
 
 
 class OnDisk:
@@ -62,7 +62,7 @@ class OnDisk:
 
     def write(self, upload: Upload, data: bytes) -> None:
         """Write a file, whole and to the disk."""
-        self._folder.write(_name(upload.owner, upload.id), [_head(upload), data], None)
+        self._folder.write(_name(upload.owner, upload.id), [_head(upload), data])
 
     def read(self, upload: Upload) -> bytes | None:
         """The bytes after the first line."""
