@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from keepsight import digests
-from keepsight.store import About, DiskStore, entryfile
-from keepsight.store.folders import folder
-from keepsight.store.folders.catalogue import Catalogue
+from keepsight.store import About, DiskStore, files, index
 
 SIZE = 700
 
@@ -141,12 +139,12 @@ def dies_at(root: Path, step: int) -> list[str]:
                 yield bytes(part)[len(part) // 2 :]
 
         with contextlib.suppress(BaseException):
-            spelled, entryfile.spelled = entryfile.spelled, slowly
-            folder.BUFFER = 0
+            spelled, files.spelled = files.spelled, slowly
+            files.BUFFER = 0
             for name in ("fsync", "replace", "unlink"):
                 counted(os, name)
-            for name in ("put", "mark", "drop", "__exit__"):
-                counted(Catalogue, name)
+            for name in ("put", "drop", "_transaction"):
+                counted(index, name)
             store = DiskStore(root)
             for number in (1, 3):
                 put(store, number)

@@ -23,7 +23,7 @@ from keepsight.errors import ImageError
 from keepsight.formats.package import storage_bytes
 from keepsight.media.caches import Downloads, MediaCaches
 from keepsight.store import SharedMemoryCache, priority
-from keepsight.store.tally import StoreCounters
+from keepsight.store.writer import Counts
 from keepsight.system.accounts import under_salt
 
 
@@ -246,11 +246,11 @@ def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(priority.trim, "__defaults__", (10,))
-    tally = StoreCounters()
+    counts = Counts()
     for number in range(100):
-        tally.count(f"tenant {number}", "hits")
-        tally.count("", "hits")
-    assert len(tally.counts._of) == 10 and tally.counts.of("")["hits"] == 100
+        counts.count(f"tenant {number}", "hits")
+        counts.count("", "hits")
+    assert len(counts._of) == 10 and counts.of("")["hits"] == 100
 
 
 @pytest.mark.parametrize("budget", [600_000, 2_000_000, 5_000_000])

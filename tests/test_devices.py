@@ -23,7 +23,7 @@ from test_exact import cold, conversation, logits
 import keepsight as ks
 from keepsight.scheduler import Together
 from keepsight.store import DiskStore, Store
-from keepsight.store.addresses.remote import RemoteStore
+from keepsight.store.remote import RemoteStore
 from keepsight.system import devices
 
 # Linear and full layers, and sliding ones; a model of full layers alone repeats the first.

@@ -26,9 +26,8 @@ import keepsight as ks
 from keepsight.encode.documents import _Document, pdf_lock
 from keepsight.encode.run import Ahead
 from keepsight.scheduler import Together
-from keepsight.store import DiskStore, open_store
-from keepsight.store.addresses.remote import RemoteStore
-from keepsight.store.folders import folder
+from keepsight.store import DiskStore, files, open_store
+from keepsight.store.remote import RemoteStore
 from keepsight.system import lock as locks
 from keepsight.system.lock import FairLock
 
@@ -307,15 +306,15 @@ _UNFINISHED = """
 import json, sys, threading, time, torch
 from models import picture, turn
 import keepsight as ks
-from keepsight.store.folders import folder
+from keepsight.store import files
 from keepsight.scheduler import Together
 
 torch.set_num_threads(1)
-finish = folder.Folder.finish
-def slowly(self, parts):
+finish = files.together
+def slowly(steps):
     time.sleep(0.2)
-    return finish(self, parts)
-folder.Folder.finish = slowly
+    return finish(steps)
+files.together = slowly
 
 messages = [turn("What is it?", picture(1))]
 vlm = ks.load("demo", store=sys.argv[1])
@@ -328,7 +327,7 @@ tickets = [together.submit(messages, max_new_tokens=500) for _ in range(3)]
 going = vlm.stream(messages)
 next(going)
 vlm.prepare([turn("Please describe all that you see in this picture. " * 20, picture(2))])
-print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store._writer.pending.jobs]))
+print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store.keeper._writer.jobs]))
 """
 
 
@@ -352,10 +351,10 @@ def test_a_disk_that_hangs_does_not_keep_the_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go_on = DiskStore(tmp_path), threading.Event()
-    finish = store._folder.finish
-    monkeypatch.setattr(store._folder, "finish", lambda p: go_on.wait(60) and finish(p))
+    finish = files.together
+    monkeypatch.setattr(files, "together", lambda p: go_on.wait(60) and finish(p))
     _put(store)
-    within(60, lambda: store._writer.before_exit(0.01))
+    within(60, lambda: store.keeper._writer.before_exit(0.01))
     go_on.set()
     store.close()
     assert DiskStore(tmp_path).has("package", "ab" * 32)
@@ -378,7 +377,7 @@ def test_stores_are_written_where_no_thread_begins_any_more(
     }
     store = stores[where]()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(folder.ThreadPoolExecutor, "submit", refuse)
+    monkeypatch.setattr(files.ThreadPoolExecutor, "submit", refuse)
     for number in range(3):
         _put(store, f"{number}b" * 32)
     store.flush()
@@ -524,7 +523,7 @@ def hold(lock):
     with lock:
         has.set()
         go_on.wait()
-guard = vlm.runtime.store._guard._lock
+guard = vlm.runtime.store.keeper._index._lock
 thread = threading.Thread(target=hold, args=(guard,))
 thread.start()
 has.wait()
@@ -541,5 +540,7 @@ def test_a_forked_child_is_refused_the_model_and_has_the_store(tmp_path: Path) -
     done = script(_FORKS, tmp_path)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert told == ["Forked", None, True, True, "Closed", [], True, "Forked", True], done.stderr
+    assert told == ["Forked", None, True, True, "Closed", [], "NotStored", "Forked", True], (
+        done.stderr
+    )
     assert open_store(tmp_path).check() == []

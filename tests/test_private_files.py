@@ -19,7 +19,7 @@ from keepsight.cli.chat import Shell
 from keepsight.formats import tensorfile
 from keepsight.server.files import Files, OnDisk
 from keepsight.store import DiskStore
-from keepsight.store.addresses.remote import RemoteStore
+from keepsight.store.remote import RemoteStore
 
 KEY = "ab" * 32
 
@@ -59,14 +59,14 @@ def test_a_store_is_its_owners_alone(tmp_path: Path) -> None:
     store = filled(DiskStore(tmp_path / "new" / "store"))
     store.pin("package", KEY)
     names = {path.name for path in (tmp_path / "new" / "store").iterdir()}
-    assert {"catalogue-1.sqlite", "catalogue-1.sqlite-wal", "catalogue-1.sqlite-shm"} <= names
+    assert {"index.sqlite", "index.sqlite-wal", "index.sqlite-shm"} <= names
     assert modes(tmp_path) == PRIVATE
     store.close()
 
 
 def test_a_catalogue_that_is_made_anew_is_too(tmp_path: Path) -> None:
     filled(DiskStore(tmp_path / "store")).close()
-    for path in (tmp_path / "store").glob("catalogue-1.sqlite*"):
+    for path in (tmp_path / "store").glob("index.sqlite*"):
         path.unlink()
     store = DiskStore(tmp_path / "store")
     assert len(list(store.entries())) == 2 and modes(tmp_path) == PRIVATE
@@ -140,10 +140,10 @@ def test_a_folder_of_a_group_stays_one(tmp_path: Path) -> None:
     root.mkdir()
     root.chmod(0o2770)
     store = filled(DiskStore(root))
-    assert (root / "catalogue-1.sqlite-wal").exists()
+    assert (root / "index.sqlite-wal").exists()
     assert modes(root) == {True: {0o2770}, False: {0o660}}
     store.close()
-    for path in root.glob("catalogue-1.sqlite*"):
+    for path in root.glob("index.sqlite*"):
         path.unlink()
     tensorfile.write(root / "more" / "a.sight", "package", 1, {}, {})
     assert modes(root) == {True: {0o2770}, False: {0o660}}

@@ -18,7 +18,7 @@ import keepsight as ks
 from keepsight.media.naming import Namer
 from keepsight.server.config import ApiKey
 from keepsight.store import layout
-from keepsight.store.folders.folder import Folder
+from keepsight.store.files import Folder
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
 UNKNOWN = "0" * 64

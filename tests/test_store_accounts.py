@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from keepsight import digests
 from keepsight.errors import PinsFull
 from keepsight.store import DiskStore, layout
-from keepsight.store.folders.catalogue import NAME
+from keepsight.store.index import NAME
 from keepsight.system.accounts import account_of, under_salt
 
 QUOTA = 20_000
@@ -95,27 +94,6 @@ def test_salts_count_together_also_for_the_next_process_and_without_a_catalogue(
     assert QUOTA // 2 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check() == []
 
 
-def test_a_catalogue_of_before_learns_whose_its_salts_are(tmp_path: Path, opened: Opened) -> None:
-    """What an earlier version wrote counts by itself until its salt is written to again."""
-    store = opened(tmp_path, quota=None)
-    for name in salts("ann"):
-        put(store, name)
-    store.close()
-    shutil.rmtree(tmp_path / layout.ACCOUNTS)
-    with sqlite3.connect(tmp_path / NAME) as book:
-        book.execute("DROP TABLE account")
-        book.execute("DELETE FROM fact WHERE name = 'accounts'")
-    book.close()
-    store = opened(tmp_path)
-    put(store, salts("ann")[0], 1)
-    store.flush()
-    assert nbytes(tmp_path, *salts("ann")) > QUOTA
-    for name in salts("ann"):
-        put(store, name, 2)
-    store.flush()
-    assert QUOTA // 2 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check() == []
-
-
 def test_two_stores_over_one_folder_count_the_salts_of_both(tmp_path: Path, opened: Opened) -> None:
     one, two = opened(tmp_path), opened(tmp_path)
     for number, name in enumerate(salts("ann")):
@@ -142,29 +120,6 @@ def test_pins_of_all_salts_count_together(tmp_path: Path, opened: Opened) -> Non
     assert store.tenant(last).pin("package", keys[last]) and store.check() == []
 
 
-@pytest.mark.parametrize(
-    "lie", ["x.json", f"{'0' * 64}.json", f"{'0' * 64}", "a folder", "a link", "text"]
-)
-def test_notes_of_accounts_may_say_anything(tmp_path: Path, opened: Opened, lie: str) -> None:
-    above = tmp_path / layout.ACCOUNTS
-    if lie == "text":
-        above.write_text("no folder")
-    elif lie == "a link":
-        (tmp_path / "elsewhere").mkdir()
-        above.symlink_to(tmp_path / "elsewhere")
-    else:
-        own = above / layout.tenant_digest("bob")
-        own.mkdir(parents=True)
-        (own / lie).mkdir() if lie == "a folder" else (own / lie).write_text("\0")
-        (above / "default").symlink_to("/")
-    store = opened(tmp_path)
-    for name in salts("ann"):
-        put(store, name)
-    store.flush()
-    assert 0 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check() == []
-    assert lie != "a link" or not list((tmp_path / "elsewhere").iterdir())
-
-
 def test_salts_that_have_nothing_any_more_leave_nothing(tmp_path: Path, opened: Opened) -> None:
     """A folder takes room that no quota counts, and a key may have any number of salts."""
     store = opened(tmp_path)
@@ -175,13 +130,10 @@ def test_salts_that_have_nothing_any_more_leave_nothing(tmp_path: Path, opened: 
         store.tenant(name).pin("package", key, False)
     whose = {folder.name for folder in (tmp_path / "tenants").iterdir()}
     assert 0 < len(whose) <= 4
-    notes = {note.stem for note in (tmp_path / layout.ACCOUNTS).glob("*/*")}
-    assert notes == whose == set(store.tenants())
+    assert whose == set(store.tenants())
     for name in salts("ann", 40):
         store.tenant(name).clear()
     assert not list((tmp_path / "tenants").iterdir()) and store.check() == []
-    assert not list((tmp_path / layout.ACCOUNTS).glob("*/*"))
-    assert store._guard.act(lambda book: [*book._base.execute("SELECT * FROM account")]) == []
 
 
 def test_a_salt_is_written_while_another_process_removes_its_folders(
@@ -206,10 +158,8 @@ def test_a_salt_is_written_while_another_process_removes_its_folders(
     key = put(one, name, -1)
     one.flush()
     assert two.tenant(name).get("package", key) is not None and two.check() == []
-    assert two._guard.act(lambda book: book.account(layout.tenant_digest(name))) == (
-        layout.tenant_digest("ann")
-    )
-    assert len(list((tmp_path / layout.ACCOUNTS).glob("*/*"))) == 1
+    (entry,) = two.tenant(name).entries()
+    assert entry.account == layout.tenant_digest("ann")
 
 
 # -- at random -----------------------------------------------------------------------------------
@@ -260,7 +210,7 @@ class Accounts(RuleBasedStateMachine):
     @invariant()
     def quotas_hold(self) -> None:
         for store in self.stores:
-            store._writer.drain()
+            store.keeper.drain()
         for account in (None, "ann", "bob"):
             own = [name for name in NAMES if account_of(name or "") == (account or "")]
             assert nbytes(self.root, *own) <= QUOTA

@@ -24,11 +24,10 @@ from support.stores import KEYS
 
 from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
-from keepsight.formats import tensorfile
-from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
-from keepsight.store.folders import catalogue_guard as guard_module
-from keepsight.store.folders.catalogue import NAME, WRITING, Catalogue
-from keepsight.store.layout import EntryName
+from keepsight.store import About, DiskStore, Entry, index, layout, open_store
+from keepsight.store.contract import EntryName
+from keepsight.store.files import Folder
+from keepsight.store.index import NAME, Index
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +50,13 @@ def opened() -> Iterator[Callable[..., DiskStore]]:
 
 def tensors(number: int = 0, size: int = 100) -> dict[str, torch.Tensor]:
     return {"a": torch.full((size,), float(number))}
+
+
+def changed(folder: Path, work: Callable[[sqlite3.Connection], object]) -> None:
+    """Change the index behind the stores."""
+    book = Index(Folder(folder))
+    book.change(work)
+    book.close()
 
 
 def fill(store: DiskStore, count: int = 4) -> None:
@@ -122,51 +128,33 @@ def test_reading_never_touches_the_book(
     before.close()
 
     def refuse(*arguments: Any) -> None:
-        raise AssertionError("a reader opened the catalogue")
+        raise AssertionError("a reader opened the index")
 
     store = opened(tmp_path)
-    monkeypatch.setattr(store._writer, "used", lambda place: None)  # what the writer does later
-    monkeypatch.setattr(guard_module.CatalogueGuard, "act", refuse)
+    monkeypatch.setattr(store.keeper._writer, "used", lambda name: None)  # what it does later
+    for name in ("look", "change"):
+        monkeypatch.setattr(Index, name, refuse)
     expect_whole(store)
     assert store.get("package", KEYS[7]) is None and not store.has("package", KEYS[7])
     monkeypatch.undo()
 
 
-def test_a_locked_book_stops_neither_readers_nor_writers(
+def test_a_locked_book_stops_no_readers_and_flush_says_what_is_missing(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(opened(tmp_path), 2)
-    monkeypatch.setattr("keepsight.store.folders.tables._PATIENCE", 0.05)
+    monkeypatch.setattr("keepsight.store.index._PATIENCE", 0.05)
     other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     store = opened(tmp_path)
-    fill(store, 4)
-    expect_whole(store)
+    with pytest.raises(NotStored, match="locked"):
+        fill(store, 4)
+    expect_whole(store, 2)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     other.execute("ROLLBACK")
     other.close()
-    store.put("package", KEYS[4], tensors(), {})
-    store.flush()
-    assert store.check() == [] and len(list(store.entries())) == 9, "what it missed was owed to it"
-
-
-def test_rows_of_writers_that_died_are_settled_by_the_next(tmp_path: Path, opened: Any) -> None:
-    """Written and not entered, announced and never written, half removed."""
-    store = opened(tmp_path)
-    fill(store, 3)
-    sizes = {entry.key: entry.nbytes for entry in store.entries() if entry.kind == "package"}
-    store.close()
-    with Catalogue(tmp_path / NAME) as catalogue:
-        announced = Entry("package", KEYS[0], 0, time.time()), Entry("package", KEYS[5], 0, 1.0)
-        catalogue.put(announced, WRITING)
-        catalogue.mark([EntryName("", "package", KEYS[1])], 2)
-    catalogue.close()
-    store = opened(tmp_path)
-    assert {e.key: e.nbytes for e in store.entries() if e.kind == "package"} == {
-        KEYS[0]: sizes[KEYS[0]],
-        KEYS[2]: sizes[KEYS[2]],
-    }
-    assert not store.has("package", KEYS[1]) and store.check() == []
+    fill(store, 4)
+    assert store.check() == [] and len(list(store.entries())) == 8
 
 
 def test_opening_looks_at_no_entry(
@@ -179,9 +167,8 @@ def test_opening_looks_at_no_entry(
         store = opened(folder)
         fill(store, 2)
         store.close()
-        with Catalogue(folder / NAME) as catalogue:
-            catalogue.put(Entry("state", digests.digest("n", n), 10, 1.0) for n in range(count))
-        catalogue.close()
+        rows = [Entry("state", digests.digest("n", n), 10, 1.0) for n in range(count)]
+        changed(folder, lambda base: index.put(base, rows))
         counted = dict.fromkeys(("scandir", "listdir", "stat", "lstat", "open", "walk"), 0)
 
         def counting(name: str) -> Callable[..., Any]:
@@ -211,11 +198,8 @@ def test_opening_looks_at_no_entry(
 @pytest.mark.slow
 def test_a_million_entries_open_in_less_than_a_second(tmp_path: Path, opened: Any) -> None:
     fill(opened(tmp_path), 1)
-    with Catalogue(tmp_path / NAME) as catalogue:
-        for start_ in range(0, 1_000_000, 10_000):
-            numbers = range(start_, start_ + 10_000)
-            catalogue.put(Entry("state", digests.digest("n", n), 1000, 1.0) for n in numbers)
-    catalogue.close()
+    rows = (Entry("state", digests.digest("n", n), 1000, 1.0) for n in range(1_000_000))
+    changed(tmp_path, lambda base: index.put(base, rows))
     began = time.perf_counter()
     store = opened(tmp_path, 1 << 40)
     told = store.stats()
@@ -227,58 +211,6 @@ def test_a_million_entries_open_in_less_than_a_second(tmp_path: Path, opened: An
 
 
 # -- stores of other times ---------------------------------------------------------------------
-
-
-def make_old(root: Path) -> None:
-    """A folder as it was before there were markers, books and keepings."""
-
-    def write(kind: str, key: str, record: dict[str, Any]) -> None:
-        path = root / layout.place(kind, key)
-        tensorfile.write(path, kind, FORMAT, tensors(), dict(record, entry=key))
-
-    write("package", KEYS[0], {"n": 0, "key": "i" * 64})
-    write("snapshot", KEYS[1], {"parent": "x", "start": 0, "spans": []})
-    write("snapshot", KEYS[2], {"parent": KEYS[1], "start": 4, "spans": [[0, 4, KEYS[0], 0]]})
-    write("state", KEYS[2], {"end": 9})
-    body = {"n": 0, "key": "i" * 64}
-    text = digests.canonical_json(body)
-    note = {"body": body, "digest": digests.digest("note", "alias", KEYS[0], text)}
-    path = root / layout.place("alias", KEYS[0])
-    tensorfile.write_whole(path, [digests.canonical_json(note).encode()])
-
-
-def test_a_folder_of_the_older_layout_is_adopted(tmp_path: Path, opened: Any) -> None:
-    make_old(tmp_path)
-    store = opened(tmp_path)
-    assert store.get("package", KEYS[0]) is not None and store.note("alias", KEYS[0]) is not None
-    bases = {(e.kind, e.key): e.depends_on for e in store.entries()}
-    assert bases["snapshot", KEYS[1]] is None and bases["snapshot", KEYS[2]] == (
-        "snapshot",
-        KEYS[1],
-    )
-    assert bases["state", KEYS[2]] == ("snapshot", KEYS[2]) and len(bases) == 5
-    store.put("package", KEYS[5], tensors(), {})
-    store.flush()
-    assert (tmp_path / layout.MARKER).exists() and store.check() == []
-    assert store.delete_media("i" * 64) > 0, "an image is known by its package and its features"
-    left = {(e.kind, e.key) for e in store.entries()}
-    assert left == {("snapshot", KEYS[1]), ("package", KEYS[5])}
-
-
-def test_adoption_goes_on_in_idle_time_and_then_the_budget_holds(
-    tmp_path: Path, opened: Any
-) -> None:
-    make_old(tmp_path)
-    store = opened(tmp_path, budget=2000)
-    store.put_note("alias", KEYS[6], {})
-    store.flush()
-    deadline = time.monotonic() + 20
-    while (
-        store._guard.act(lambda catalogue: catalogue.nbytes()) > 2000 or store._guard.adopt_some()
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert store.stats()["bytes"] <= 2000
 
 
 def test_a_store_of_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -336,7 +268,7 @@ def test_a_disk_that_was_full_is_written_again(
         store.flush()  # it asks the disk again, and all that was lost was told
         fill(store, 4)
         expect_whole(store, 4)
-        assert store.check() == [] and store.broken is None
+        assert store.check() == [] and store.stats()["broken"] is None
         assert sum("cannot be written" in record.message for record in caplog.records) == 1
         store.close()
 
@@ -348,7 +280,7 @@ def test_a_disk_that_was_full_is_tried_again_by_itself(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = opened(tmp_path)
-    monkeypatch.setattr("keepsight.store.health.FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("keepsight.store.health.PAUSE", 0.05)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         store.put("package", KEYS[0], tensors(0), {})
@@ -357,7 +289,7 @@ def test_a_disk_that_was_full_is_tried_again_by_itself(
     time.sleep(0.3)
     store.put("package", KEYS[0], tensors(0), {})
     store.flush()
-    assert store.get("package", KEYS[0]) is not None and store.broken is None
+    assert store.get("package", KEYS[0]) is not None and store.stats()["broken"] is None
 
 
 READ_ONLY = """
@@ -519,19 +451,18 @@ def test_repair_makes_files_and_book_agree(tmp_path: Path, opened: Any) -> None:
     store.flush()
     for kind, key in (("package", KEYS[0]), ("snapshot", KEYS[4])):  # a row and a file less
         next(tmp_path.glob(f"{kind}/*/{key}.*")).unlink()
-    with Catalogue(tmp_path / NAME) as catalogue:
-        catalogue.drop([EntryName("", "package", KEYS[1])])
-        catalogue.resize(EntryName("", "package", KEYS[2]), 7)
-        catalogue._base.execute("UPDATE total SET bytes = bytes + 5 WHERE kind = 'alias'")
-    catalogue.close()
+
+    def harm(base: sqlite3.Connection) -> None:
+        index.drop(base, [EntryName("package", KEYS[1])])
+        base.execute("UPDATE entry SET bytes = 7 WHERE kind = 'package' AND key = ?", [KEYS[2]])
+
+    changed(tmp_path, harm)
     wrong = store.check()
-    assert sorted(wrong) == sorted(store.check(repair=True)) and len(wrong) == 6
+    assert len(wrong) == 4 and len(store.check(repair=True)) == 5
     for words in (
         "no such file",
-        "not in the catalogue",
-        "the catalogue says 7",
-        "the totals",
-        "which is absent",
+        "not in the index",
+        "the index says 7",
     ):
         assert any(words in line for line in wrong)
     assert store.check() == []
@@ -609,39 +540,22 @@ def test_a_quota_is_each_tenants_own(tmp_path: Path, opened: Any) -> None:
     assert tenants[1].get("package", KEYS[0]) is not None and store.check() == []
 
 
-def test_what_costs_more_and_is_used_more_stays_longer(tmp_path: Path, opened: Any) -> None:
-    store = opened(tmp_path)
-    for number, key in enumerate(KEYS[:6]):
-        about = About(cost=1000.0 if number == 2 else 1.0)
-        store.put("package", key, tensors(number, 40_000 if number == 4 else 1000), {}, about)
-    store.flush()
-    for _ in range(5):
-        store.get("package", KEYS[3])
-    order = []
-    while left := {KEYS.index(e.key) for e in store.entries()}:
-        store.gc(store.stats()["bytes"] - 1)
-        order += list(left - {KEYS.index(e.key) for e in store.entries()})
-    assert order[0] == 4 and order[-2:] == [3, 2], "large first, then once used, used, dear"
-
-
 def test_a_full_queue_refuses_and_blocks_nobody(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path, waiting=100_000)
-    monkeypatch.setattr(store._writer, "_awake", lambda: None)  # nobody writes
+    writer = store.keeper._writer
+    monkeypatch.setattr(writer, "_awake", lambda: None)  # nobody writes
     for key in KEYS:
         store.put("package", key, tensors(0, 5000), {})
     assert [store.has("package", key) for key in KEYS] == [True] * 4 + [False] * 4
-    told = store._writer.tally.counts.of("")
-    assert told["refused"] == 4 and store._writer.pending.nbytes <= 100_000
+    assert writer.counts.of("")["refused"] == 4 and writer.nbytes <= 100_000
     monkeypatch.undo()
-    with store._writer._wake:
-        store._writer._awake()
     with pytest.raises(NotStored, match="4 not written.*too much waits") as refused:
         store.flush()
     assert set(refused.value.reasons) == {("package", key) for key in KEYS[4:]}
     store.flush()
-    assert store._writer.pending.nbytes == 0 and store.stats()["entries"] == 4
+    assert writer.nbytes == 0 and store.stats()["entries"] == 4
 
 
 def test_a_chain_goes_from_its_end(tmp_path: Path, opened: Any) -> None:
@@ -656,19 +570,6 @@ def test_a_chain_goes_from_its_end(tmp_path: Path, opened: Any) -> None:
         store.gc(int(store.stats()["bytes"] * part))
         left = {entry.key for entry in store.entries()}
         assert left == set(chain[: len(left)]) and store.check() == []
-
-
-def test_bases_that_go_round_in_a_circle_hold_up_nothing(tmp_path: Path, opened: Any) -> None:
-    """No store writes that, but a file may say it."""
-    store = opened(tmp_path)
-    store.put("snapshot", KEYS[0], tensors(), {}, About(depends_on=("snapshot", KEYS[0])))
-    store.put("snapshot", KEYS[1], tensors(), {}, About(depends_on=("snapshot", KEYS[0])))
-    store.flush()
-    with Catalogue(tmp_path / NAME) as catalogue:
-        catalogue._base.execute("UPDATE entry SET base_key = ? WHERE key = ?", (KEYS[1], KEYS[0]))
-    catalogue.close()
-    store.gc(0)
-    assert list(store.entries()) == []
 
 
 # -- processes ---------------------------------------------------------------------------------
@@ -728,9 +629,7 @@ def test_looking_at_a_folder_makes_no_store_of_it(tmp_path: Path, opened: Any) -
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     fill(store)
     store.close()
-    with Catalogue(tmp_path / NAME) as catalogue:
-        assert sum(kind["entries"] for kind in catalogue.totals("").values()) == 8
-    catalogue.close()
+    assert opened(tmp_path).stats()["entries"] == 8
 
 
 def test_counts_outlive_the_process(tmp_path: Path, opened: Any) -> None:

@@ -19,7 +19,7 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.errors import NotStored, StoreError
 from keepsight.store import DiskStore, health
-from keepsight.store.folders.writer import Writer
+from keepsight.store.writer import Writer
 from keepsight.system.accounts import under_salt
 
 TEXT = "What is it?"
@@ -28,8 +28,7 @@ TEXT = "What is it?"
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No disk is left alone for long."""
-    monkeypatch.setattr(health, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(health, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(health, "PAUSE", 0.05)
 
 
 @pytest.fixture

@@ -2,69 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import pytest
-import torch
-
 from keepsight.store import open_store
-from keepsight.store.folders import retry
-from keepsight.store.folders.catalogue import NAME
-
-KEY = "a" * 64
-
-
-def held(path: Path) -> sqlite3.Connection:
-    """Another process in the middle of making the catalogue, not journalled yet as it will be."""
-    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    other.execute("CREATE TABLE other (a)")
-    other.execute("BEGIN IMMEDIATE")
-    return other
-
-
-def test_a_lock_of_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other, asked = held(tmp_path / NAME), threading.Event()
-    tried = retry.Catalogue
-
-    def note(path: Path) -> retry.Catalogue:
-        try:
-            return tried(path)
-        finally:
-            asked.set()  # SQLite said "locked" at once
-
-    monkeypatch.setattr(retry, "Catalogue", note)
-
-    def let_go() -> None:
-        asked.wait(30)
-        other.execute("ROLLBACK")
-
-    thread = threading.Thread(target=let_go)
-    thread.start()
-    retry.opened(tmp_path / NAME).close()
-    thread.join()
-    store = open_store(tmp_path)
-    store.put("package", KEY, {"a": torch.ones(2)}, {})
-    assert store.stats()["entries"] == 1
-    store.close()
-    assert open_store(tmp_path).check() == []
-
-
-def test_a_lock_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = held(tmp_path / NAME)
-    monkeypatch.setattr(retry, "_PATIENCE", 0.1)
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
-        retry.opened(tmp_path / NAME)
-    other.close()
-
-
-def test_what_is_no_lock_is_not_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(sqlite3.OperationalError, match="unable to open"):
-        retry.opened(tmp_path / "no such folder" / NAME)
-
 
 _OPEN = """
 import sys

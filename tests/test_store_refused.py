@@ -15,32 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from file_systems import mounted
 from models import picture
-from remote_lines import Line
 from support.stores import KEYS
 
 import keepsight as ks
 from keepsight.core import settings as core_settings
 from keepsight.errors import NotStored, StoreError
-from keepsight.formats import tensorfile
-from keepsight.store import About, DiskStore, Store, health, layout, timeout
-from keepsight.store.addresses.remote import RemoteStore
-from keepsight.store.addresses.remote_upkeep import Housekeeping
-from keepsight.store.folders import catalogue_guard as guard_module
-from keepsight.store.folders.catalogue import NAME, Catalogue
-from keepsight.store.folders.catalogue_guard import CatalogueGuard
-from keepsight.store.folders.folder import Folder
+from keepsight.store import About, DiskStore, Store, health, layout
+from keepsight.store.files import Folder
 from keepsight.store.health import Health
+from keepsight.store.index import NAME
 
 T = TypeVar("T")
-
-FULL = sqlite3.OperationalError("database or disk is full")
 
 
 @pytest.fixture(autouse=True)
@@ -137,106 +128,31 @@ def test_what_a_disk_refuses_has_a_name(tmp_path: Path) -> None:
     assert health.named(of_sqlite(path, "SELECT * FROM nothing")) == "damaged"
     path.write_bytes(b"\xff" * 5000)
     assert health.named(of_sqlite(path, "SELECT * FROM a")) == "damaged"
-    assert health.named(FULL) == "full", "also where there is no code"
     ours = StoreError("told")
     ours.__cause__ = full
     assert health.named(ours) == "full", "and through an error of ours"
 
 
-def test_a_disk_that_refuses_is_told_once_and_left_alone_longer_each_time(
+def test_a_disk_that_refuses_is_told_once_and_left_alone_for_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [100.0]
     disk = Health("it cannot be written", lambda: now[0])
-    pauses = []
-    for _ in range(6):
-        for _ in range(10):  # entries that fail together
-            disk.failed(OSError(errno.ENOSPC, "No space left on device"))
-        assert disk.is_aside and disk.state == "full" and disk.since is not None
-        pauses.append(disk.wait)
-        now[0] += disk.wait or 0.0
-        assert not disk.is_aside and disk.state == "full"
-    assert pauses == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+    for _ in range(10):  # entries that fail together
+        disk.failed(OSError(errno.ENOSPC, "No space left on device"))
+    assert disk.is_aside and disk.state == "full" and disk.since is not None
+    now[0] += health.PAUSE
+    assert not disk.is_aside and disk.state == "full"
     disk.worked()
-    assert (disk.state, disk.since, disk.wait, disk.is_aside) == ("ok", None, None, False)
-    disk.failed(OSError(errno.ENOSPC, "No space left on device"))  # it was the last block
-    assert disk.wait == 60.0 and [r.levelname for r in caplog.records] == ["WARNING"]
+    assert (disk.state, disk.since, disk.is_aside) == ("ok", None, False)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
     disk.failed(OSError(errno.EROFS, "Read-only file system"))
     assert disk.state == "read-only" and len(caplog.records) == 2, "another trouble is news"
+    disk.try_now()
+    assert not disk.is_aside
 
 
-# -- a catalogue that cannot be written --------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "where",
-    ["put", "add_facts", "mark", "drop"],
-)
-def test_a_book_without_room_is_not_a_damaged_one(
-    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    store = opened(tmp_path)
-    fill(store, 0, 1)
-    assert held(store) == {0, 1}
-    catalogue = (tmp_path / NAME).stat().st_ino
-    with monkeypatch.context() as patch:
-        patch.setattr(Catalogue, where, refusing(FULL))
-        put(store, 2, 3)
-        for act in (store.flush, lambda: store.delete("package", KEYS[1]), store.stats):
-            with contextlib.suppress(StoreError):
-                act()
-        assert held(store) >= {0}
-        if where == "put":
-            assert store.stats()["broken"] and not store.has("package", KEYS[2])
-    store.flush()
-    assert (tmp_path / NAME).stat().st_ino == catalogue and not list(tmp_path.glob("*.damaged"))
-    fill(store, 1, 2, 3)
-    assert held(store) == {0, 1, 2, 3} and store.broken is None
-    store.check(repair=True)  # a file that was removed while no row could be
-    assert store.check() == [] and len(list(store.entries())) == 4
-
-
-def test_a_full_disk_can_be_emptied(
-    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Removing needs a few bytes in the catalogue first, and makes room for them itself."""
-    store = opened(tmp_path)
-    fill(store, 0, 1, 2)
-    mark = Catalogue.mark
-
-    def no_room(catalogue: Catalogue, places: Any, state: int) -> None:
-        places = list(places)
-        if places and (tmp_path / "package" / KEYS[0][:2] / f"{KEYS[0]}.sight").exists():
-            raise FULL
-        mark(catalogue, places, state)
-
-    monkeypatch.setattr(Catalogue, "mark", no_room)
-    assert store.delete("package", KEYS[0]) > 0
-    assert held(store) == {1, 2} and store.check() == []
-
-
-def test_a_book_that_is_damaged_again_and_again_is_not_rebuilt_without_end(
-    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = opened(tmp_path)
-    fill(store, 0, 1)
-    store.close()
-    set_aside, gone = Folder.set_aside, []
-
-    def noted(folder: Folder, name: str) -> None:
-        gone.append(name)
-        set_aside(folder, name)
-
-    monkeypatch.setattr(Folder, "set_aside", noted)
-    harmed = sqlite3.DatabaseError("database disk image is malformed")
-    monkeypatch.setattr(guard_module, "opened", refusing(harmed))
-    store = opened(tmp_path)
-    for number in range(2, 6):
-        fill(store, number)
-        assert held(store) == set(range(number + 1))
-        assert store.stats()["entries"] == number + 1 and store.check() == []
-    assert gone.count(NAME) == 1, "then it is left alone for a time"
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+# -- an index that cannot be filled -------------------------------------------------------------
 
 
 def test_half_a_walk_through_the_files_is_not_taken_for_all(
@@ -320,27 +236,6 @@ def soon(call: Callable[[], T]) -> T:
     return answer.get(timeout=30)
 
 
-def test_what_a_store_has_is_told_while_its_disk_hangs(
-    tmp_path: Path, opened: Any, stalled: Any
-) -> None:
-    store = opened(tmp_path)
-    fill(store, 0, 1)
-    before = store.stats()
-    assert before["entries"] == 2 and before["complete"] and before["counted"]
-    stall = stalled(os, "fsync")
-    put(store, 2)
-    assert stall.reached.wait(30)
-    for _ in range(3):
-        told = soon(lambda: store.stats(0.05))
-        assert told["entries"] == 2 and told["counted"] == before["counted"]
-        assert told["waiting"] > 400 and told["written"] == 2
-        assert told["waiting"] < told["waiting_budget"] == 1 << 30
-    assert soon(lambda: store.tenant("other").stats(0.05))["counted"] is None
-    stall.over.set()
-    store.flush()
-    assert store.stats()["entries"] == 3 and store.stats()["waiting"] == 0
-
-
 def test_what_waits_for_a_slow_disk_is_bounded_by_the_budgets_of_memory(
     demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,65 +257,6 @@ def test_what_waits_for_a_slow_disk_is_bounded_by_the_budgets_of_memory(
         assert vlm.stats()["store"]["waiting"] == 0
 
 
-def test_a_store_that_was_just_written_is_told_without_asking_the_disk(
-    tmp_path: Path, opened: Any
-) -> None:
-    store = opened(tmp_path)
-    fill(store, 0)
-    assert store.stats()["entries"] == 1
-    for number in range(1, 5):
-        fill(store, number)
-        assert store.stats(0.0)["entries"] == number + 1
-
-
-def test_an_address_that_does_not_answer_holds_up_no_statistics(stalled: Any) -> None:
-    Line.reset()
-    far = RemoteStore("trial://somewhere")
-    fill(far, 0, 1)
-    assert far.stats()["entries"] == 2
-    fill(far, 2)
-    far._counting.doubt()
-    stall = stalled(Housekeeping, "count")
-    for _ in range(3):
-        assert soon(lambda: far.stats(0.05))["entries"] == 3, "as far as this process knows"
-    assert stall.reached.is_set()
-    stall.over.set()
-    until(lambda: far.stats(5.0)["counted"])
-    far.close()
-
-
-def test_statistics_of_a_model_need_neither_the_model_nor_its_store(
-    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any
-) -> None:
-    """The model's lock may be held for as long as a disk hangs."""
-    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
-        vlm.ask(picture(1), "What is it?", max_new_tokens=2)
-        vlm.flush()
-        before = vlm.stats()
-        assert before["store"]["entries"] > 3 and before["features"]["encoded"] == 1
-        stall, held, free = stalled(os, "fsync"), threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with vlm.runtime.lock:
-                held.set()
-                assert free.wait(60)
-
-        vlm.ask(picture(2), "What is it?", max_new_tokens=2)
-        assert stall.reached.wait(30)
-        holder = threading.Thread(target=hold)
-        holder.start()
-        assert held.wait(30)
-        for tenant in (None, "", "somebody"):
-            told = soon(functools.partial(vlm.stats, tenant or None))
-            assert told["features"].keys() == before["features"].keys()
-        assert soon(vlm.stats)["store"]["entries"] == before["store"]["entries"]
-        free.set()
-        stall.over.set()
-        holder.join()
-        vlm.flush()
-        assert vlm.stats()["store"]["entries"] > before["store"]["entries"]
-
-
 def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
     demo_parts: dict[str, Any],
 ) -> None:
@@ -437,77 +273,8 @@ def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for a disk, nor leaves it alone for long."""
-    monkeypatch.setattr(timeout, "PATIENCE", 0.1)
-    monkeypatch.setattr(health, "FIRST_PAUSE", 0.05)
-
-
-READS = {
-    "whether it is there": (os, "lstat", lambda store: store.has("package", KEYS[0])),
-    "its tensors": (tensorfile, "read", lambda store: store.get("package", KEYS[0])),
-    "a note": (Path, "read_bytes", lambda store: store.note("alias", KEYS[0])),
-}
-
-
-def test_answers_that_are_slow_each_time_are_bounded_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each is in time, and a request makes many calls."""
-    now = [0.0]
-    monkeypatch.setattr(timeout, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    disk = health.Health("a disk", lambda: now[0])
-    reach, asked = timeout.DiskCalls(disk), list[int]()
-    assert reach.ask_beside(lambda call: True, 0) == []
-
-    def look(call: Any, seconds: float, nbytes: int = 0) -> bool:
-        call.expect(nbytes)
-        asked.append(nbytes)
-        now[0] += seconds
-        return True
-
-    assert all(reach.ask(lambda call: look(call, 0.4), False) for _ in range(30))  # a busy machine
-    large = 160 << 20  # which takes ten seconds at the least rate
-    assert all(reach.ask(lambda call: look(call, 10.0, large), False) for _ in range(3))
-    begun = now[0]
-    answers = [reach.ask(lambda call: look(call, 1.9), False) for _ in range(20)]
-    assert now[0] - begun < 6 and sum(answers) == 3 and disk.state == "slow"
-    now[0] += 2 * health.LONGEST_PAUSE  # it is tried again, and what was is forgotten
-    assert reach.ask(lambda call: look(call, 1.9), False) and disk.state == "ok"
-
-
-@pytest.mark.parametrize("what", READS)
-def test_a_read_that_hangs_is_left_behind(
-    tmp_path: Path, opened: Any, stalled: Any, hurried: None, what: str
-) -> None:
-    where, name, read = READS[what]
-    store = opened(tmp_path)
-    store.put_note("alias", KEYS[0], {"a": 1})
-    fill(store, 0, 1)
-    stall = stalled(where, name, lambda path, *more: KEYS[0] in str(path))
-    assert not soon(lambda: read(store)) and stall.reached.is_set()
-    for _ in range(50):  # as long as that call has not come back nobody waits for another
-        assert soon(lambda: store.get("package", KEYS[1])) is None
-    told = soon(lambda: store.stats(0.05))
-    assert told["state"] == "slow" and told["since"] and "no answer" in told["broken"]
-    assert not [thread for thread in threading.enumerate() if "keepsight-disk" in thread.name][2:]
-    stall.over.set()
-    until(lambda: read(store))
-    assert held(store) == {0, 1} and store.stats()["state"] == "ok"
-
-
-def test_a_large_entry_may_take_its_time(
-    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, hurried: None
-) -> None:
-    monkeypatch.setattr(timeout, "_RATE", 1000)
-    real, store = tensorfile.read, opened(tmp_path)
-
-    def slow(*arguments: Any) -> Any:
-        time.sleep(0.3)
-        return real(*arguments)
-
-    monkeypatch.setattr(tensorfile, "read", slow)
-    fill(store, 0)
-    assert store.get("package", KEYS[0]) is not None and store.stats()["state"] == "ok"
+    """No disk is left alone for long."""
+    monkeypatch.setattr(health, "PAUSE", 0.05)
 
 
 def test_nothing_that_is_handed_over_waits_for_a_disk(
@@ -528,106 +295,9 @@ def test_nothing_that_is_handed_over_waits_for_a_disk(
     assert len(list(store.entries())) == 16 and store.check() == []
 
 
-def test_answers_stay_right_and_come_while_the_disk_hangs(
-    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, hurried: None
-) -> None:
-    model, processor = demo_parts["demo"]
-    questions = [(picture(number), "What is it?") for number in range(4)]
-    with ks.wrap(model, processor) as free:
-        wanted = [free.ask(*question, max_new_tokens=3) for question in questions]
-    with ks.wrap(model, processor, store=tmp_path / "store") as vlm:
-        vlm.ask(*questions[0], max_new_tokens=3)
-        vlm.ask(*questions[1], max_new_tokens=3)
-        vlm.flush()
-        vlm.clear()
-        unseen = [{"role": "user", "content": [{"type": "image", "image": picture(9)}]}]
-        in_store = lambda path, *more: str(tmp_path) in str(path)  # noqa: E731
-        stalls = [stalled(where, name, in_store) for where, name, _ in READS.values()]
-        for question, reply in zip(questions, wanted, strict=True):
-            assert soon(lambda q=question: vlm.ask(*q, max_new_tokens=3)).text == reply.text
-        assert soon(vlm.stats)["store"]["state"] == "slow"
-        for stall in stalls:
-            stall.over.set()
-        vlm.flush()
-        until(lambda: vlm.explain(unseen) and vlm.stats()["store"]["state"] == "ok")
-        vlm.clear()
-        again = vlm.ask(*questions[2], max_new_tokens=3)
-        assert again.text == wanted[2].text and again.usage.images_encoded == 0
-
-
-def called(call: Callable[[], T]) -> queue.SimpleQueue[T | Exception]:
-    """Where the result of a call will be, which another thread makes."""
-    answer: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            answer.put(call())
-        except Exception as error:
-            answer.put(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer
-
-
 def shown(seed: int) -> list[Any]:
     parts = [{"type": "image", "image": picture(seed)}, {"type": "text", "text": "What is it?"}]
     return [{"role": "user", "content": parts}]
-
-
-HOUSEKEEPING: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "delete an image": ("unlink", lambda vlm: vlm.delete(picture(1))),
-    "delete a conversation": ("unlink", lambda vlm: vlm.delete(shown(1))),
-    "clear": ("unlink", lambda vlm: vlm.clear(store=True)),
-    "pin an image": ("fsync", lambda vlm: vlm.pin(picture(1))),
-    "pin a conversation": ("fsync", lambda vlm: vlm.pin(shown(1))),
-    "look at the catalogue": ("catalogue", lambda vlm: vlm.delete(picture(1))),
-}
-
-
-@pytest.mark.parametrize("what", HOUSEKEEPING)
-def test_answers_come_while_housekeeping_waits_for_the_disk(
-    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, hurried: None, what: str
-) -> None:
-    where, housekeeping = HOUSEKEEPING[what]
-    with ks.wrap(*demo_parts["demo"]) as free:
-        wanted = [free.chat(shown(n), max_new_tokens=3).text for n in range(4)]
-    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
-        for number in range(3):
-            vlm.chat(shown(number), max_new_tokens=3)
-        vlm.flush()
-        stall = stalled(*((CatalogueGuard, "act") if where == "catalogue" else (os, where)))
-        done = called(lambda: housekeeping(vlm))
-        assert stall.reached.wait(30)
-        for number in (0, 2, 3):
-            reply = soon(lambda n=number: vlm.chat(shown(n), max_new_tokens=3))
-            assert reply.text == wanted[number]
-        assert soon(vlm.stats)["prefix"] and done.empty(), "who asked for it waits"
-        stall.over.set()
-        result = done.get(timeout=30)
-        assert not isinstance(result, Exception), result
-        vlm.flush()
-        told = vlm.explain(shown(1)).segments  # the text before it may be known of another
-        known = {segment.status for segment in told if segment.kind == "image"}
-        assert known == ({"reused"} if "pin" in what else {"computed"})
-        assert vlm.chat(shown(1), max_new_tokens=3).text == wanted[1]
-        vlm.runtime.check()
-
-
-def test_what_is_read_while_it_is_deleted_is_gone_too(
-    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any
-) -> None:
-    with ks.wrap(*demo_parts["demo"], store=tmp_path / "store") as vlm:
-        vlm.encode([picture(1), picture(2)])
-        vlm.flush()
-        stall = stalled(os, "unlink")
-        done = called(lambda: vlm.delete(picture(1)))
-        assert stall.reached.wait(30)
-        soon(lambda: vlm.encode(picture(1)))
-        assert vlm.stats()["features"]["packages"] == 2, "it was still on the disk"
-        stall.over.set()
-        assert done.get(timeout=30)
-        assert vlm.stats()["features"]["packages"] == 1
-        assert {segment.status for segment in vlm.explain(shown(1)).segments} == {"computed"}
 
 
 def test_a_disk_that_refuses_a_pin_leaves_none_in_memory(
@@ -754,23 +424,6 @@ def fills(store: Store, number: int) -> bool:
     except StoreError:
         return False
     return True
-
-
-def test_another_file_in_the_place_of_the_book_is_filled_with_what_it_lacks(
-    tmp_path: Path, opened: Any
-) -> None:
-    """Somebody puts back an older one."""
-    store = opened(tmp_path)
-    fill(store, 0)
-    store.close()
-    shutil.copy(tmp_path / NAME, tmp_path / "older")
-    store = opened(tmp_path)
-    fill(store, 1, 2)
-    for suffix in ("-wal", "-shm"):
-        (tmp_path / f"{NAME}{suffix}").unlink()
-    os.replace(tmp_path / "older", tmp_path / NAME)
-    assert held(store) == {0, 1, 2} and len(list(store.entries())) == 3
-    assert store.check() == []
 
 
 def test_answers_stay_right_while_a_store_vanishes_and_comes_back(

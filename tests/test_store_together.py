@@ -13,7 +13,7 @@ import torch
 import keepsight as ks
 from keepsight.core.decoding.state import Tensors
 from keepsight.kinds import Record
-from keepsight.store import About, BulkRead, DiskStore, Listing, Store, entryfile, read_all, timeout
+from keepsight.store import About, DiskStore
 from keepsight.store.tiers import TieredStore
 
 KEYS = [f"{number:02x}" * 32 for number in range(9)]
@@ -41,26 +41,18 @@ def numbers(found: dict[str, tuple[Tensors, Record]]) -> list[int]:
     return sorted(record["number"] for _, record in found.values())
 
 
-class OneByOne:
-    """A store that cannot read several at once."""
-
-    def __init__(self, store: Store) -> None:
-        self.get = store.get
-
-
-@pytest.mark.parametrize("manner", ["disk", "one by one", "tiers", "waiting"])
+@pytest.mark.parametrize("manner", ["disk", "tiers", "waiting"])
 def test_several_are_read_as_one_by_one(disk: DiskStore, tmp_path: Path, manner: str) -> None:
-    store: Any = {"one by one": OneByOne(disk)}.get(manner, disk)
+    store: Any = disk
     if manner == "tiers":
         near = DiskStore(tmp_path / "near")
         near.put("snapshot", KEYS[1], content(1), {"number": 1})
         store = TieredStore(near, disk)
     if manner == "waiting":
         disk.put("snapshot", KEYS[6], content(6), {"number": 6})  # perhaps not on the disk yet
-    found = read_all(store, "snapshot", [KEYS[n] for n in (0, 1, 6, 4, 8)])
+    found = store.get_all("snapshot", [KEYS[n] for n in (0, 1, 6, 4, 8)])
     assert numbers(found) == [0, 1, 4] + [6] * (manner == "waiting")
-    assert read_all(store, "snapshot", []) == {}
-    assert isinstance(store, BulkRead) == (manner != "one by one")
+    assert store.get_all("snapshot", []) == {}
     if manner == "tiers":
         store.close()
 
@@ -71,27 +63,8 @@ def test_what_is_damaged_or_over_is_left_out_and_the_others_come(disk: DiskStore
     (path,) = disk.root.glob(f"snapshot/*/{KEYS[3]}*")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     threading.Event().wait(0.1)
-    assert numbers(read_all(disk, "snapshot", KEYS)) == [0, 1, 2, 4, 5]
+    assert numbers(disk.get_all("snapshot", KEYS)) == [0, 1, 2, 4, 5]
     assert not path.exists() and disk.stats()["misses"] >= 2
-
-
-def test_a_read_that_hangs_costs_its_own_entry(
-    disk: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeout, "PATIENCE", 0.2)
-    monkeypatch.setattr("keepsight.store.folders.entry_files._READERS", 2)
-    held, read = threading.Event(), entryfile.read
-
-    def slow(path: Path, kind: str, key: str) -> tuple[Tensors, Record]:
-        if key == KEYS[2]:
-            held.wait(20)
-        return read(path, kind, key)
-
-    monkeypatch.setattr(entryfile, "read", slow)
-    monkeypatch.setattr(timeout, "_RATE", 1 << 40)
-    found = disk.get_all("snapshot", KEYS[:6])
-    held.set()
-    assert KEYS[2] not in found and set(numbers(found)) >= {3, 4, 5}
 
 
 def test_what_depends_on_an_entry_comes_level_by_level(disk: DiskStore, tmp_path: Path) -> None:
@@ -101,7 +74,6 @@ def test_what_depends_on_an_entry_comes_level_by_level(disk: DiskStore, tmp_path
             for base, upon in below.items()
         }
 
-    assert isinstance(disk, Listing)
     whole = {None: [0, 5], 0: [1, 2], 1: [3], 2: [], 3: [4], 4: [], 5: []}
     assert keys(disk.below("snapshot", None, 32)) == whole
     assert keys(disk.below("snapshot", KEYS[1], 32)) == {1: [3], 3: [4], 4: []}

@@ -20,7 +20,7 @@ from support import StoreTests
 
 from keepsight.errors import InputError, StoreError
 from keepsight.store import NOTHING, About, DiskStore, open_store
-from keepsight.store.addresses.remote import RemoteStore
+from keepsight.store.remote import RemoteStore
 from keepsight.store.tiers import TieredStore
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
@@ -39,7 +39,7 @@ class TestTieredStore(StoreTests):
 
     def make_store(self, folder: Path, budget: int | None = None) -> TieredStore:
         near = DiskStore(folder / "near", budget)
-        self.made.append(TieredStore(near, RemoteStore(f"file://{folder}/far", budget)))
+        self.made.append(TieredStore(near, RemoteStore(f"file://{folder}/far")))
         return self.made[-1]
 
     def files(self, folder: Path) -> Path:
@@ -287,7 +287,6 @@ GONE: dict[str, Callable[[Any], Any]] = {
     "delete": lambda store: store.delete("package", KEYS[1]),
     "delete_media": lambda store: store.delete_media("image"),
     "clear": lambda store: store.clear(),
-    "gc": lambda store: store.gc(0),
 }
 
 
@@ -392,13 +391,3 @@ def test_a_rejected_entry_is_rejected_everywhere(pair: Pair) -> None:
     pair.both.flush()
     pair.both.reject("package", KEYS[1], "it is something else")
     assert not pair.both.has("package", KEYS[1]) and pair.both.get("package", KEYS[1]) is None
-
-
-def test_a_pin_is_set_where_the_entry_is(pair: Pair) -> None:
-    put(pair.both, 1)
-    put(pair.far, 2)
-    pair.both.flush()
-    assert pair.both.pin("package", KEYS[1]) and pair.both.pin("package", KEYS[2])
-    assert not pair.both.pin("package", KEYS[3])
-    assert pair.both.gc(0) == 0 and names(pair.both) == {("package", 1), ("package", 2)}
-    assert {entry.pinned for entry in pair.both.entries()} == {True}

@@ -100,6 +100,12 @@ class Shelf:
             return None
         return {name: tensor.clone() for name, tensor in entry[0].items()}, dict(entry[1])
 
+    def get_all(self, kind: str, keys: Any) -> Any:
+        return {key: found for key in keys if (found := self.get(kind, key)) is not None}
+
+    def below(self, kind: str, base: str | None, count: int) -> Any:
+        return {}  # it lists nothing
+
     def put(self, kind: str, key: str, tensors: Any, record: Any, about: About = NOTHING) -> None:
         base = about.depends_on
         if base is not None and base[1] != key and not self.has(*base):

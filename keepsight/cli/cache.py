@@ -21,7 +21,7 @@ from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.store import Entry
-    from keepsight.store.folders.all_tenants import AllTenants
+    from keepsight.store.tenants import AllTenants
 
 app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -48,7 +48,7 @@ Named = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 _TENANTS = 20  # largest entries in a table
-_SHOWN = 5  # largest and most useful entries, and dependents of an entry
+_SHOWN = 5  # largest and most used entries, and dependents of an entry
 
 
 def _open(address: str, tenant: str | None, named: str | None = None) -> AllTenants:
@@ -61,7 +61,7 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
     if "://" not in address and not expanded(address).is_dir():
         raise StoreError(f"{expanded(address)}: there is no such folder")
     from keepsight.store import open_store
-    from keepsight.store.folders.all_tenants import AllTenants
+    from keepsight.store.tenants import AllTenants
 
     return AllTenants(open_store(address), tenant)
 
@@ -72,19 +72,19 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
 @app.command()
 def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
     """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
-    useful entries. Tenants are named by digests: a store does not know their names."""
+    used entries. Tenants are named by digests: a store does not know their names."""
     opened = _open(store, tenant)
-    entries = list(opened.entries())  # first: then the catalogue has all of them
+    entries = list(opened.entries())  # first: then the index has all of them
     stats = opened.stats()
     largest = sorted(entries, key=lambda e: -e.nbytes)[:_SHOWN]
-    useful = sorted(entries, key=lambda e: -e.usefulness)[:_SHOWN]
+    used = sorted(entries, key=lambda e: -e.uses)[:_SHOWN]
     if as_json:
-        best = {"largest": [_plain(e) for e in largest], "most_useful": [_plain(e) for e in useful]}
+        best = {"largest": [_plain(e) for e in largest], "most_used": [_plain(e) for e in used]}
         json_line(stats | best)
         return
     _show_totals(stats)
     _show_tenants(stats["tenants"])
-    for title, chosen in (("largest", largest), ("most useful", useful)):
+    for title, chosen in (("largest", largest), ("most used", used)):
         if chosen:
             shown = table("kind", "key", "size", "uses", right=("size", "uses"), title=title)
             for e in chosen:
@@ -118,7 +118,7 @@ def _show_totals(stats: Record) -> None:
     for tier in stats.get("tiers", ()):
         line = f"{tier.get('tier', 'tier')}: {tier['entries']} entries, {bytes_text(tier['bytes'])}"
         console().print(plain(line))
-    counts = stats.get("ever") or stats
+    counts = stats["ever"]
     hits, asked = counts["hits"], counts["hits"] + counts["misses"]
     rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
     console().print(f"{rate}, {counts['evictions']} entries evicted, {counts['refused']} refused")
@@ -292,7 +292,7 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     opened_by = opened.view(it)
     others = list(opened_by.entries())
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
-    first = sum(e.usefulness < it.usefulness and not e.pinned for e in others)
+    first = sum(e.used < it.used and not e.pinned for e in others)
     bases = _bases(others, it)
     about = about_entry(opened_by, it, files_of_media(opened, others))
     record = _plain(it) | about | {"tier": opened_by.tier(it.kind, it.key)}
@@ -352,7 +352,7 @@ def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> s
     if it.pinned:
         return "never by itself: it is pinned"
     after = f", and after the {len(upon)} that depend on it" if upon else ""
-    return f"when a budget is exceeded: {first} of {count} entries are less useful{after}"
+    return f"when a budget is exceeded: {first} of {count} entries were last used before it{after}"
 
 
 # -- pinning and removing ----------------------------------------------------------------------
@@ -423,7 +423,7 @@ def gc(
     store: Store = "",
     tenant: Tenant = None,
 ) -> None:
-    """Remove the least useful entries until the rest fits, of all tenants together or of one."""
+    """Remove the least recently used entries until the rest fits, of all tenants or of one."""
     from keepsight.system.units import parse_bytes
 
     opened = _open(store, tenant)

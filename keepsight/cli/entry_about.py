@@ -14,8 +14,8 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import Record
 from keepsight.media.naming import FILE
 from keepsight.store import Entry, Store, layout
-from keepsight.store.entryfile import read_note
-from keepsight.store.folders.all_tenants import AllTenants
+from keepsight.store.files import read
+from keepsight.store.tenants import AllTenants
 
 _SHOWN = 3  # names shown per entry
 
@@ -31,7 +31,7 @@ def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
         if path is None:
             continue
         try:
-            name = read_note(path, entry.kind, entry.key)[0].get(FILE)
+            name = read(path, entry.name)[0][1].get(FILE)
         except (FileError, OSError):
             continue  # listed unchanged; `check` reports it
         if isinstance(name, str) and name:
@@ -69,7 +69,4 @@ def about_text(about: Record) -> str:
 
 
 def _path(store: Store, entry: Entry) -> Path | None:
-    root = getattr(store, "root", None)
-    if not isinstance(root, Path):
-        return None
-    return root / layout.place(entry.kind, entry.key, entry.tenant)
+    return None if store.root is None else store.root / layout.place(*entry.name)

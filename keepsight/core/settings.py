@@ -16,7 +16,7 @@ from keepsight.formats.codecs import check_codec
 from keepsight.kinds import Options, Processor, Record, Wrapping
 from keepsight.models import upstream
 from keepsight.store import Store, open_store
-from keepsight.store.addresses.write_queue import ROOM
+from keepsight.store.writer import ROOM
 from keepsight.system.units import parse_bytes, parse_seconds
 
 _LONGEST_NAME = 1024
@@ -84,7 +84,8 @@ def chosen_store(
     # Data waiting to be written takes no more memory than remembered data may.
     room = min(max(sum(map(parse_bytes, memory)), LEAST_WAITING), ROOM)
     where = None if near is None else os.fspath(near)
-    return open_store(where, bytes_of[0], far, bytes_of[1], room)
+    is_folder = where is not None and "://" not in where
+    return open_store(where, bytes_of[0], far, bytes_of[1] if is_folder else None, room)
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:

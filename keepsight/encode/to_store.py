@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keepsight import digests
 from keepsight.encode.items import Item
@@ -193,7 +193,7 @@ class ToStore:
 
     def look_back(self, most: int | None) -> None:
         """Raise if a budget or a quota evicted a package of this run."""
-        if not _is_bounded(self._store):
+        if self._store.budget is None and self._store.quota is None:
             return
         gone = [made for made in self._once.earliest(most) if not self._store.has("package", made)]
         if gone:
@@ -203,8 +203,3 @@ class ToStore:
             )
             error.reasons, error.count = {("package", made): _TOO_SMALL for made in gone}, len(gone)
             raise error
-
-
-def _is_bounded(store: Any) -> bool:
-    limits = [(tier.budget, tier.quota) for tier in getattr(store, "tiers", (store,))]
-    return any(limit is not None for pair in limits for limit in pair)

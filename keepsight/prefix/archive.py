@@ -16,7 +16,7 @@ import torch
 from keepsight.kinds import Record
 from keepsight.prefix.node import LOGITS, Node, Stored, Tensors, cut, fixed_of
 from keepsight.prefix.prompt import Prompt, Span, shift
-from keepsight.store import About, Below, Listing, Store, read_all
+from keepsight.store import About, Below, Store
 
 SNAPSHOT, STATE = "snapshot", "state"
 _LATEST = 32  # most entries examined above one entry
@@ -96,7 +96,7 @@ def rows_of(store: Store, nodes: Sequence[Node]) -> Iterator[tuple[Node, Tensors
             continue
         if node.entry.name in names:
             some, names = names[:_TOGETHER], names[_TOGETHER:]
-            found = read_all(store, SNAPSHOT, some)
+            found = store.get_all(SNAPSHOT, some)
         read = found.get(node.entry.name)
         yield node, None if read is None else _rows_in(store, node, node.entry, *read)
 
@@ -138,8 +138,6 @@ def described(name: str, record: Record) -> Prompt | None:
 
 def below(store: Store, node: Node, entry: Stored) -> Below:
     """What goes on from an entry, and from those in turn, by the name of what they go on from."""
-    if not isinstance(store, Listing):
-        return {}
     if node.parent is not None:
         return store.below(SNAPSHOT, entry.name, _LATEST)
     found = store.below(SNAPSHOT, None, _LATEST)

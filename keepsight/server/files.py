@@ -29,8 +29,8 @@ from keepsight import digests
 from keepsight.kinds import Record
 from keepsight.server.access import Caller, visit_of
 from keepsight.server.errors import ApiError, invalid, refused, unknown
-from keepsight.store import DiskStore, Store
-from keepsight.store.folders.folder import PART, Folder, left_over
+from keepsight.store import Store
+from keepsight.store.files import PART, Folder, left_over
 from keepsight.store.layout import CLOCK_SLACK
 from keepsight.system.units import parse_bytes
 
@@ -333,8 +333,8 @@ _OWNER = re.compile(r"[0-9a-f]{64}")
 
 def contents_for(store: Store | None) -> Contents:
     """On disk if a store with a folder is used, otherwise in memory."""
-    near = getattr(store, "tiers", (store,))[0]
-    return OnDisk(near.root) if isinstance(near, DiskStore) else InMemory()
+    root = None if store is None else store.root
+    return InMemory() if root is None else OnDisk(root)
 
 
 class OnDisk:
@@ -361,7 +361,7 @@ class OnDisk:
 
     def write(self, upload: Upload, data: bytes) -> None:
         """Write a file, whole and to the disk."""
-        self._folder.write(_name(upload.owner, upload.id), [_head(upload), data], None)
+        self._folder.write(_name(upload.owner, upload.id), [_head(upload), data])
 
     def read(self, upload: Upload) -> bytes | None:
         """The bytes after the first line."""

@@ -1,42 +1,77 @@
 """Bytes under a key, in memory, folders and remote addresses. May import formats and below.
 
-`contract` defines the interface, `layout` the place and form of entries. `folders` keeps entries on
-a disk, `addresses` in a bucket or any place that fsspec reaches, `memory_cache` in memory, `tiers`
-in several stores in a row; `opening` chooses. `priority` ranks entries for eviction.
-Nothing here knows about images, models or prompts.
+`contract` says what a store promises, `layout` the place and form of entries. `disk` keeps them in
+`files` with an `index`, `remote` in a bucket or any place that fsspec reaches, `tiers` in several
+stores in a row; one thread writes (`writer`), and `health` says what a store refuses. `tenants` is
+what callers use of a store, `memory_cache` a cache in memory. Nothing here knows about images,
+models or prompts.
 """
 
-from keepsight.store.contract import (
-    NOTHING,
-    About,
-    Below,
-    BulkRead,
-    Entry,
-    Listing,
-    Store,
-    read_all,
-)
-from keepsight.store.folders.disk import FORMAT, DiskStore
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from keepsight.errors import InputError
+from keepsight.store.contract import NOTHING, About, Below, Entry
+from keepsight.store.disk import DiskStore
+from keepsight.store.files import FORMAT
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
-from keepsight.store.opening import open_store
-from keepsight.store.priority import EvictionQueue, Order, likely_cost, usefulness
+from keepsight.store.priority import EvictionQueue
+from keepsight.store.tenants import Store
+from keepsight.store.writer import ROOM
 
 __all__ = [
     "FORMAT",
     "NOTHING",
     "About",
     "Below",
-    "BulkRead",
     "DiskStore",
     "Entry",
-    "Listing",
     "EvictionQueue",
     "MemoryCache",
-    "Order",
     "SharedMemoryCache",
     "Store",
-    "likely_cost",
     "open_store",
-    "read_all",
-    "usefulness",
 ]
+
+
+def open_store(
+    address: str | Path | None,
+    budget: int | None = None,
+    remote: str | None = None,
+    quota: int | None = None,
+    waiting: int = ROOM,
+) -> Store:
+    """The store at a folder or an fsspec address; with `remote`, a folder before that address.
+
+    `budget` limits the bytes of the folder, `quota` those of one tenant in it, and `waiting` those
+    of data waiting in memory to be written, per store.
+    """
+    if address is None and remote is None:
+        raise InputError("which store? give a folder, or an address such as s3://bucket/name")
+    if remote is not None and "://" not in remote:
+        raise InputError(f"{remote!r} is no remote address; expected one such as s3://bucket/name")
+    near = None if address is None else os.fspath(address)
+    far = remote
+    if near is not None and "://" in near:
+        if budget is not None or quota is not None:
+            raise InputError(
+                f"{near}: a budget or a quota is for folders; a bucket keeps what it is given, "
+                "and its own lifecycle rules remove what is old"
+            )
+        near, far = (None, near) if far is None else (near, far)
+    if far is None:
+        return DiskStore(str(near), budget, quota=quota, waiting=waiting)
+    from keepsight.store.remote import RemoteStore
+    from keepsight.store.tiers import TieredStore
+
+    behind = RemoteStore(far, waiting=waiting)
+    if near is None:
+        return behind
+    before = (
+        RemoteStore(near, waiting=waiting)
+        if "://" in near
+        else DiskStore(near, budget, quota=quota, waiting=waiting)
+    )
+    return TieredStore(before, behind)

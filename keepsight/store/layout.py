@@ -10,12 +10,11 @@ import json
 import math
 import re
 import time
-from typing import NamedTuple
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
-from keepsight.store.contract import About, Entry
+from keepsight.store.contract import About, EntryName, Name
 from keepsight.system.accounts import account_of
 
 # File name extensions: notes are only JSON, the others are tensor files.
@@ -33,24 +32,8 @@ MARKER = "store.json"
 STORE_FORMAT = 1
 CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ
 
-ACCOUNTS = "accounts"  # folders of small files, one per tenant
-_DEFAULT = "default"
-_ACCOUNT = re.compile(r"accounts/([0-9a-f]{64}|default)/([0-9a-f]{64})\.json")
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-f]{64})(\.[a-z]+)")
-
-
-class EntryName(NamedTuple):
-    """The parts of a name in a store."""
-
-    tenant: str
-    kind: str
-    key: str
-
-    @classmethod
-    def of(cls, entry: Entry) -> EntryName:
-        """The name of a catalogue entry."""
-        return cls(entry.tenant, entry.kind, entry.key)
 
 
 def tenant_digest(name: str | None) -> str:
@@ -62,17 +45,6 @@ def account_digest(name: str | None) -> str:
     """The folder of the tenant whose quota a tenant's entries count against."""
     account = account_of(name or "")
     return tenant_digest(name if account == name else account or None)
-
-
-def account_name(tenant: str, account: str) -> str:
-    """The name of the note that records a tenant's account for quotas."""
-    return f"{ACCOUNTS}/{account or _DEFAULT}/{tenant}.json"
-
-
-def parse_account(name: str) -> tuple[str, str] | None:
-    """The tenant and account in such a note's name; None for other names."""
-    found = _ACCOUNT.fullmatch(name)
-    return None if found is None else (found[2], "" if found[1] == _DEFAULT else found[1])
 
 
 def checked(kind: str, key: str) -> None:
@@ -95,7 +67,7 @@ def is_tenant(digest: object) -> bool:
 
 
 def place(kind: str, key: str, tenant: str = "") -> str:
-    """The name of an entry, relative to the root of its store."""
+    """The file of an entry, relative to the root of its store."""
     checked(kind, key)
     return f"{tenant_prefix(tenant)}{kind}/{key[:2]}/{key}{KINDS[kind]}"
 
@@ -113,7 +85,7 @@ def parse(name: str) -> EntryName | None:
     tenant, kind, folder, key, suffix = found.groups()
     if KINDS.get(kind) != suffix or folder != key[:2]:
         return None
-    return EntryName(tenant or "", kind, key)
+    return EntryName(kind, key, tenant or "")
 
 
 # -- dependents, at an address -------------------------------------------------------------------
@@ -127,13 +99,12 @@ def dependents_folder(kind: str, base: str | None, tenant: str = "") -> str:
     return f"{tenant_prefix(tenant)}{UPON}/{kind}/{base[:2] if base else _FIRST}"
 
 
-def dependent_marker(kind: str, key: str, about: About, tenant: str = "") -> str | None:
+def dependent_marker(name: EntryName, base: Name | None) -> str | None:
     """The empty object that records an entry's base; None if none is needed."""
-    base = about.depends_on
-    if kind != "snapshot" or (base is not None and base[0] != kind):
+    if name.kind != "snapshot" or (base is not None and base[0] != name.kind):
         return None
     upon = None if base is None else base[1]
-    return f"{dependents_folder(kind, upon, tenant)}/{upon or _FIRST}-{key}"
+    return f"{dependents_folder(name.kind, upon, name.tenant)}/{upon or _FIRST}-{name.key}"
 
 
 def marked_dependent(name: str, base: str | None) -> str | None:
@@ -145,13 +116,15 @@ def marked_dependent(name: str, base: str | None) -> str | None:
 # -- the metadata of a file -----------------------------------------------------------------------
 
 
-def metadata_of(about: About) -> Record:
-    """The metadata in an entry's file, with which it can be read without a catalogue.
+def metadata_of(about: About, account: str = "", tenant: str = "") -> Record:
+    """The metadata in an entry's file, with which it can be read without an index.
 
     Times and costs differ per writer, and are left out if nothing is lost: so all writers of equal
     content write equal files.
     """
     metadata: Record = {}
+    if account != tenant:
+        metadata["account"] = account
     if about.depends_on is not None:
         metadata["stands_on"] = list(about.depends_on)
     if about.media:
@@ -174,16 +147,21 @@ def checked_about(about: About) -> None:
         raise InputError("media are named by their image keys, which are strings")
 
 
-def about_of(metadata: object, cost: float = 0.0) -> About:
+def account_in(metadata: Record, tenant: str) -> str:
+    """The account in an entry's file; the tenant itself if none is there."""
+    account = metadata.get("account")
+    return str(account) if is_tenant(account) else tenant
+
+
+def about_of(metadata: Record) -> About:
     """The inverse of `metadata_of`; invalid values in a file count as absent."""
-    metadata = metadata if isinstance(metadata, dict) else {}
     base, media, end = metadata.get("stands_on"), metadata.get("media"), expiry(metadata)
     if not (isinstance(base, list) and len(base) == 2 and is_name(*base)):
         base = None
     if not (isinstance(media, list) and all(isinstance(key, str) for key in media)):
         media = []
     depends_on = None if base is None else (base[0], base[1])
-    return About(cost, depends_on, tuple(media), None if end is None else float(metadata["ttl"]))
+    return About(0.0, depends_on, tuple(media), None if end is None else float(metadata["ttl"]))
 
 
 def expiry(metadata: object) -> float | None:

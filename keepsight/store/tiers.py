@@ -8,98 +8,93 @@ only demotion. Deletion removes an entry from all stores, including copies in pr
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from keepsight.errors import InputError, NotStored, StoreError
 from keepsight.kinds import Record
-from keepsight.store import layout, ranking
-from keepsight.store.contract import (
-    NOTHING,
-    About,
-    Below,
-    Entry,
-    Listing,
-    Name,
-    Store,
-    Tensors,
-    delete_all,
-    read_all,
-)
+from keepsight.store.contract import About, Below, Content, Entry, EntryName, Keeper, Name
 from keepsight.store.health import OK
-from keepsight.store.tally import TenantCounts
+from keepsight.store.tenants import Store
+from keepsight.store.writer import Counts
 from keepsight.system import forks
-from keepsight.system.exits import STORES, begin, finish_before_exit, when_dropped
+from keepsight.system.exits import STORES, begin, finish_before_exit
 from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 
-_MOST = 256  # promotions that may wait; frequently read entries get another chance
+_MOST = 256  # copies that may wait; frequently read entries get another chance
 T = TypeVar("T")
 
 
-@dataclass
-class _Promotion:
-    """An entry from a far store, to be copied to nearer ones."""
+class TieredStore(Store):
+    """Several stores in order, the nearest first."""
 
-    kind: str
-    key: str
-    content: tuple[Tensors, Record] | Record
-    source: Store
-    nearer: tuple[Store, ...]
+    def __init__(self, *stores: Store) -> None:
+        if not stores:
+            raise InputError("a tiered store needs stores, the nearest first; none was given")
+        self._stores = stores  # who drops a store ends its threads
+        super().__init__(Tiers(tuple(store.keeper for store in stores)))
+
+
+class _Copy(NamedTuple):
+    """An entry from a far store, on its way to nearer ones."""
+
+    name: EntryName
+    content: Content
+    source: Keeper
+    nearer: tuple[Keeper, ...]
     epoch: int
 
 
 class _Carrier:
     """The thread that copies entries from far stores to nearer ones.
 
-    Each deletion starts a new epoch. A promotion read in an earlier epoch may hold deleted data, so
-    it is dropped; the next read finds what still exists.
+    Each deletion starts a new epoch. What was read in an earlier one may be deleted by now, so it
+    is dropped; the next read finds what still exists.
     """
 
     def __init__(self) -> None:
         self._lock = Mutex()
-        self._start()
-        forks.renew(self._start)  # a forked child has none of its parent's threads
+        self._start_anew()
+        forks.renew(self._start_anew)  # a forked child has none of its parent's threads
         finish_before_exit(self, STORES)
 
-    def _start(self) -> None:
+    def _start_anew(self) -> None:
         self.epoch = self._deleting = 0
-        self.carried: set[Name] = set()  # since the last flush
-        self._queue: queue.SimpleQueue[_Promotion | None] = queue.SimpleQueue()
+        self.carried: set[EntryName] = set()  # since the last flush
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._waiting, self._settled = 0, threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def take(self, promotion: _Promotion) -> None:
-        """Queue a promotion; drop it if too many wait."""
+    def take(self, copy: _Copy) -> None:
+        """Queue a copy; drop it if too many wait."""
         with self._settled:
             if self._thread is None:
                 self._thread = begin(self._work, "keepsight-carrier")
             if self._thread is None or self._waiting >= _MOST:
                 return
             self._waiting += 1
-        self._queue.put(promotion)
+        self._queue.put(copy)
 
     def _work(self) -> None:
-        while (promotion := self._queue.get()) is not None:
+        while (copy := self._queue.get()) is not None:
             try:
-                self._carry(promotion)
+                self._carry(copy)
             except Exception:
-                logger.exception("%s/%s stays where it is", promotion.kind, promotion.key)
-            promotion = None  # it references stores, so do not keep it while waiting
+                logger.exception("%s/%s stays where it is", *copy.name[:2])
+            copy = None  # it references stores, so do not keep it while waiting
             with self._settled:
                 self._waiting -= 1
                 self._settled.notify_all()
 
-    def _carry(self, promotion: _Promotion) -> None:
-        kind, key, content = promotion.kind, promotion.key, promotion.content
-        entry = promotion.source.entry(kind, key)
+    def _carry(self, copy: _Copy) -> None:
+        entry = copy.source.entry(copy.name)
         if entry is None:
             return
         left = None if entry.expires is None else entry.expires - time.time()
@@ -107,14 +102,11 @@ class _Carrier:
             return
         about = About(entry.cost, entry.depends_on, entry.media, left)
         with self._lock:
-            if self._deleting or promotion.epoch != self.epoch:
+            if self._deleting or copy.epoch != self.epoch:
                 return
-            self.carried.add((kind, key))
-            for store in promotion.nearer:
-                if isinstance(content, tuple):
-                    store.put(kind, key, *content, about)
-                else:
-                    store.put_note(kind, key, content, about)
+            self.carried.add(copy.name)
+            for keeper in copy.nearer:
+                keeper.put(copy.name, copy.content, about, entry.account)
 
     @contextlib.contextmanager
     def deletion(self) -> Iterator[None]:
@@ -129,272 +121,210 @@ class _Carrier:
                 self.epoch += 1
 
     def settle(self, seconds: float | None = None) -> None:
-        """Return when all queued promotions are handed to the nearer stores, or at the deadline."""
+        """Return when all copies are handed to the nearer stores, or at the deadline."""
         with self._settled:
             self._settled.wait_for(lambda: not self._waiting, seconds)
 
     before_exit = settle
 
-    def close(self) -> None:
-        """Finish the queued promotions and stop."""
-        self.settle()
-        thread = self._thread
-        self.retire()
-        if thread is not None:
-            thread.join()
-
     def retire(self) -> None:
-        """Let the thread end after the queued promotions. This does not wait: the garbage collector
-        calls it for a dropped store."""
+        """Let the thread end after the queued copies, without waiting."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
 
 
-class TieredStore:
-    """Several stores in order, for one tenant; the same tenant in each."""
+class Tiers:
+    """The entries of all tenants in several stores."""
 
-    def __init__(self, *stores: Store) -> None:
-        if not stores:
-            raise InputError("a tiered store needs stores, the nearest first; none was given")
-        self.tiers = stores
-        self._carrier = _Carrier()
-        self._counts, self._tenant = TenantCounts(), ""
-        self._is_view = False
-        when_dropped(self, self._carrier.retire)
-
-    def tenant(self, name: str | None) -> TieredStore:
-        """The same stores as another tenant sees them."""
-        return self._view((s.tenant(name) for s in self.tiers), layout.tenant_digest(name))
-
-    def of_digest(self, digest: str) -> TieredStore:
-        """Like `tenant`, by a digest from `tenants`."""
-        return self._view((s.of_digest(digest) for s in self.tiers), digest)
-
-    def _view(self, tiers: Iterable[Store], tenant: str) -> TieredStore:
-        view = copy.copy(self)
-        view.tiers, view._tenant, view._is_view = tuple(tiers), tenant, True
-        return view
-
-    def tenants(self) -> list[str]:
-        """The digests of all tenants that may have entries here; empty for the default tenant."""
-        return sorted({digest for store in self.tiers for digest in store.tenants()})
+    def __init__(self, tiers: tuple[Keeper, ...]) -> None:
+        self.tiers, self.label = tiers, " + ".join(tier.label for tier in tiers)
+        self.root, self.budget, self.quota = tiers[0].root, tiers[0].budget, tiers[0].quota
+        self._carrier, self._counts = _Carrier(), Counts()
+        self.retire = self._carrier.retire
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def has(self, kind: str, key: str) -> bool:
+    def has(self, name: EntryName) -> bool:
         """Whether reading this entry should work."""
-        return any(store.has(kind, key) for store in self.tiers)
+        return any(tier.has(name) for tier in self.tiers)
 
-    def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
-        """Tensors and record from the nearest store that has them."""
-        return self._find(kind, key, lambda store: store.get(kind, key))
+    def tier(self, name: EntryName) -> str | None:
+        """Where a read would find it, or None."""
+        return next((found for tier in self.tiers if (found := tier.tier(name))), None)
 
-    def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
-        """Those entries that any store has."""
-        keys = list(keys)
-        near = read_all(self.tiers[0], kind, keys)
-        self._counts.count(self._tenant, "hits", len(near))
-        far = {key: self.get(kind, key) for key in keys if key not in near}
-        return near | {key: found for key, found in far.items() if found is not None}
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Content]:
+        """Those entries that any store has; what is only far is copied to nearer ones."""
+        left = list(names)
+        found: dict[EntryName, Content] = {}
+        for place, tier in enumerate(self.tiers):
+            epoch = self._carrier.epoch
+            here = tier.read(left) if left else {}
+            left = [name for name in left if name not in here]
+            found |= here
+            for name, content in here.items():
+                self._counts.count(name.tenant, "hits")
+                if place:
+                    nearer = self.tiers[:place]
+                    self._carrier.take(_Copy(name, content, tier, nearer, epoch))
+        for name in left:
+            self._counts.count(name.tenant, "misses")
+        return found
 
-    def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The dependents of an entry, or entries without a base, in the nearest store with any."""
-        able = (store for store in self.tiers if isinstance(store, Listing))
-        found = (store.below(kind, base, count) for store in able)
+    def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
+        """The dependents of an entry in the nearest store with any."""
+        found = (tier.below(tenant, kind, base, count) for tier in self.tiers)
         return next((below for below in found if any(below.values())), {})
 
-    def note(self, kind: str, key: str) -> Record | None:
-        """A small JSON record from the nearest store that has it."""
-        return self._find(kind, key, lambda store: store.note(kind, key))
-
-    def _find(self, kind: str, key: str, read: Callable[[Store], T | None]) -> T | None:
-        for place, store in enumerate(self.tiers):
-            epoch = self._carrier.epoch
-            found = read(store)
-            if found is None:
-                continue
-            if place:
-                nearer = self.tiers[:place]
-                content: Any = found
-                self._carrier.take(_Promotion(kind, key, content, store, nearer, epoch))
-            self._counts.count(self._tenant, "hits")
-            return found
-        self._counts.count(self._tenant, "misses")
-        return None
-
-    def entry(self, kind: str, key: str) -> Entry | None:
+    def entry(self, name: EntryName) -> Entry | None:
         """One entry from the nearest store that has it."""
-        return next((e for s in self.tiers if (e := s.entry(kind, key)) is not None), None)
+        return next((found for tier in self.tiers if (found := tier.entry(name))), None)
 
-    def tier(self, kind: str, key: str) -> str | None:
-        """Where a read would find it, or None."""
-        return next((t for s in self.tiers if (t := s.tier(kind, key)) is not None), None)
-
-    def reject(self, kind: str, key: str, why: str) -> None:
+    def reject(self, name: EntryName, why: str) -> None:
         """Set aside an entry whose content does not match its key."""
         with self._carrier.deletion():
-            for store in self.tiers:
-                if store.has(kind, key):
-                    store.reject(kind, key, why)
+            for tier in self.tiers:
+                if tier.has(name):
+                    tier.reject(name, why)
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def put(
-        self,
-        kind: str,
-        key: str,
-        tensors: Tensors,
-        record: Record,
-        about: About = NOTHING,
-    ) -> None:
+    def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
         """Hand over an entry to every store; each writes in its own background."""
-        for store in self.tiers:
-            store.put(kind, key, tensors, record, about)
+        for tier in self.tiers:
+            tier.put(name, content, about, account)
 
-    def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
-        """Hand over a small JSON record to every store."""
-        for store in self.tiers:
-            store.put_note(kind, key, body, about)
+    def drain(self) -> None:
+        """Return when everything handed over before is written or lost."""
+        self._carrier.settle()
+        for tier in self.tiers:
+            tier.drain()
 
-    def flush(self) -> None:
+    def flush(self, tenant: str | None) -> None:
         """Return when every store has everything handed over; raise with what is missing."""
         self._carrier.settle()
-        refused: dict[Name, str] = {}
+        refused: dict[EntryName, str] = {}
 
-        def flush(store: Store) -> None:
+        def flush(tier: Keeper) -> None:
             try:
-                store.flush()
+                tier.flush(tenant)
             except NotStored as error:
                 if error.broken or len(error.reasons) < error.count:
                     raise
-                refused.update(error.reasons)
+                refused.update({EntryName(*n, tenant or ""): w for n, w in error.reasons.items()})
 
         self._every("written to", flush)
         # A small folder before a bucket keeps what fits. An entry in the other store is no loss;
-        # nor is one that was promoted and then deleted.
+        # nor is one that was copied and then deleted.
         carried, self._carrier.carried = self._carrier.carried, set()
-        gone = {name: why for name, why in refused.items() if not self.has(*name)}
-        lost = {name: why for name, why in gone.items() if name not in carried}
+        gone = {name: why for name, why in refused.items() if not self.has(name)}
+        lost: dict[Name, str] = {n[:2]: why for n, why in gone.items() if n not in carried}
         if lost:
-            raise NotStored.of(" + ".join(map(label, self.tiers)), lost, len(lost))
+            raise NotStored.of(self.label, lost, len(lost))
 
     def close(self) -> None:
-        """Finish writing and release everything; a tenant's view only finishes writing."""
-        if not self._is_view:
-            self._carrier.close()
-        for store in self.tiers:
-            store.close()
+        """Finish writing and release everything."""
+        self._carrier.settle()
+        self._carrier.retire()
+        for tier in self.tiers:
+            tier.close()
 
-    # -- housekeeping ----------------------------------------------------------------------------
+    # -- many entries ----------------------------------------------------------------------------
 
-    def entries(self) -> Iterator[Entry]:
-        """All entries of this tenant, once each, with their uses in all stores combined."""
-        yield from self._table().values()
+    def entries(self, tenant: str | None) -> Iterator[Entry]:
+        """All entries, once each, with their uses in all stores combined."""
+        table: dict[EntryName, Entry] = {}
+        for tier in self.tiers:
+            try:
+                for far in tier.entries(tenant):
+                    near = table.get(far.name)
+                    table[far.name] = far if near is None else _merged(near, far)
+            except (StoreError, OSError) as error:
+                logger.warning("%s is left out: %s", tier.label, error)
+        yield from table.values()
 
-    def _table(self) -> dict[Name, Entry]:
-        table: dict[Name, Entry] = {}
-        for store in self.tiers:
-            with self._warned(store):
-                for entry in store.entries():
-                    name = (entry.kind, entry.key)
-                    table[name] = table[name].merged(entry) if name in table else entry
-        return table
+    def tenants(self) -> list[str]:
+        """The digests of all tenants that may have entries here."""
+        return sorted({digest for tier in self.tiers for digest in tier.tenants()})
 
-    def stats(self, wait: float = 10.0) -> Record:
+    def stats(self, tenant: str, whose: str | None, wait: float) -> Record:
         """The statistics of each store, nearest first, under "tiers"; above them each entry counts
         once, assuming that nearer stores hold part of the farthest."""
         until = time.monotonic() + wait
         tiers = [
-            {"name": label(store), **store.stats(max(0.0, until - time.monotonic()))}
-            for store in self.tiers
+            {"name": t.label, **t.stats(tenant, whose, max(0.0, until - time.monotonic()))}
+            for t in self.tiers
         ]
         kinds: dict[str, dict[str, int]] = {}
         for stats in tiers:
             for kind, counted in stats["kinds"].items():
-                largest = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
+                largest = kinds.setdefault(kind, dict.fromkeys(counted, 0))
                 for what in largest:
                     largest[what] = max(largest[what], counted[what])
-        broken = [f"{stats['name']}: {stats['broken']}" for stats in tiers if stats.get("broken")]
+        broken = [f"{stats['name']}: {stats['broken']}" for stats in tiers if stats["broken"]]
         most = ("written", "refused", "waiting", "waiting_budget")  # tiers wait for the same bytes
-        most_of = {what: max(t.get(what, 0) for t in tiers) for what in most}
+        counts = self._counts.of(whose)
+        counts |= {what: max(stats[what] for stats in tiers) for what in most}
+        worst = next((stats for stats in tiers if stats["state"] != OK), tiers[0])
         return {
-            "root": " + ".join(stats["name"] for stats in tiers),
+            "root": self.label,
             "entries": sum(counted["entries"] for counted in kinds.values()),
             "bytes": sum(counted["bytes"] for counted in kinds.values()),
             "kinds": kinds,
-            **self._counts.of(self._tenant if self._is_view else None),
-            **most_of,
-            "evictions": sum(stats.get("evictions", 0) for stats in tiers),
-            "budget": tiers[0].get("budget"),
-            "quota": tiers[0].get("quota"),
-            "counted": min((at for t in tiers if (at := t.get("counted"))), default=None),
-            **_first_trouble(tiers),
+            **counts,
+            "evictions": sum(stats["evictions"] for stats in tiers),
+            "ever": tiers[0]["ever"],
+            "budget": self.budget,
+            "quota": self.quota,
+            "counted": min((s["counted"] for s in tiers if s["counted"]), default=None),
+            "state": worst["state"],
+            "since": worst["since"],
             "broken": "; ".join(broken) or None,
             "tiers": tiers,
         }
 
-    def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
+    def pin(self, name: EntryName, pinned: bool) -> bool:
         """Pin an entry and what it depends on, wherever it is; False if absent everywhere."""
-        return any(self._every("pinned in", lambda store: store.pin(kind, key, pinned)))
+        return any(self._every("pinned in", lambda tier: tier.pin(name, pinned)))
 
-    def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all its dependents from every store; return the bytes freed, each
+    def remove(
+        self, tenant: str | None, names: Iterable[EntryName] | None = None, image: str | None = None
+    ) -> int:
+        """Remove entries with all their dependents from every store; return the bytes freed, each
         entry counted once."""
-        return self._remove(lambda store: store.delete(kind, key))
+        doomed = None if names is None else list(names)
+        with self._carrier.deletion():
+            return max(self._every("removed from", lambda t: t.remove(tenant, doomed, image)))
 
-    def delete_media(self, image_key: str) -> int:
-        """Remove everything that depends on this image from every store."""
-        return self._remove(lambda store: store.delete_media(image_key))
+    def gc(self, tenant: str | None, budget: int) -> int:
+        """Make room in the nearest store; the others keep what they are given."""
+        return self.tiers[0].gc(tenant, budget)
 
-    def clear(self, everybody: bool = False) -> int:
-        """Remove every entry of this tenant, or of all tenants, from every store."""
-        return self._remove(lambda store: store.clear(everybody))
-
-    def gc(self, budget: int) -> int:
-        """Remove the least useful entries from every store until the rest fits in each."""
-        table = self._table()
-        names = ranking.least_useful(table, budget, time.time())
-        self._remove(lambda store: delete_all(store, names))
-        return sum(table[name].nbytes for name in names)
-
-    def check(self, repair: bool = False) -> list[str]:
+    def check(self, tenant: str | None, repair: bool) -> list[str]:
         """Read everything in every store; return one line per problem."""
         self._carrier.settle()
-        return [f"{label(s)}: {line}" for s in self.tiers for line in s.check(repair)]
+        return [f"{t.label}: {line}" for t in self.tiers for line in t.check(tenant, repair)]
 
-    def _remove(self, remove: Callable[[Store], int]) -> int:
-        with self._carrier.deletion():
-            return max(self._every("removed from", remove))
-
-    def _every(self, done: str, work: Callable[[Store], T]) -> list[T]:
+    def _every(self, done: str, work: Callable[[Keeper], T]) -> list[T]:
         """Call each store, even after one fails; the error names those that failed."""
         results, failed = [], []
-        for store in self.tiers:
+        for tier in self.tiers:
             try:
-                results.append(work(store))
+                results.append(work(tier))
             except (StoreError, OSError) as error:
-                failed.append(f"{label(store)}: {error}")
+                failed.append(f"{tier.label}: {error}")
         if failed:
             raise StoreError(f"not {done} every tier: {'; '.join(failed)}")
         return results
 
-    @contextlib.contextmanager
-    def _warned(self, store: Store) -> Iterator[None]:
-        try:
-            yield
-        except (StoreError, OSError) as error:
-            logger.warning("%s is left out: %s", label(store), error)
 
-
-def _first_trouble(tiers: list[Record]) -> Record:
-    """The state of the nearest store with a problem."""
-    wrong = (stats for stats in tiers if stats.get("state", OK) != OK)
-    found = next(wrong, {"state": OK, "since": None})
-    return {"state": found["state"], "since": found["since"]}
-
-
-def label(store: Store) -> str:
-    """How people name a store: its address or its folder."""
-    named = getattr(store, "address", None) or getattr(store, "root", None)
-    return str(named or type(store).__name__)
+def _merged(near: Entry, far: Entry) -> Entry:
+    """The combined entry, for one in two stores."""
+    return replace(
+        near,
+        used=max(near.used, far.used),
+        uses=near.uses + far.uses,
+        cost=near.cost or far.cost,
+        created=min(near.created, far.created),
+        pinned=near.pinned or far.pinned,
+    )

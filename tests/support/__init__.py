@@ -8,6 +8,6 @@ promise.
 
 from support.families import FamilyTests
 from support.states import StateTests
-from support.stores import StoreTests
+from support.stores import BoundedStoreTests, StoreTests
 
-__all__ = ["FamilyTests", "StateTests", "StoreTests"]
+__all__ = ["BoundedStoreTests", "FamilyTests", "StateTests", "StoreTests"]

@@ -226,64 +226,9 @@ class StoreTests:
         expect(store.check() == [] and one.check() == [], "all are whole")
         expect(store.clear(everybody=True) > 0 and not self.names(one), "all can go at once")
 
-    # -- eviction --------------------------------------------------------------------------------
-
-    def test_gc_lets_the_least_useful_go(self, tmp_path: Path) -> None:
-        """Entries that were read are more useful; an evicted entry is absent, not damaged."""
-        store = self.filled(tmp_path)
-        for _ in range(3):
-            self.expect_entry(store, 3)
-        size = next(e.nbytes for e in store.entries() if (e.kind, e.key) == ("package", KEYS[3]))
-        total = store.stats()["bytes"]
-        freed = store.gc(size)
-        self.expect_entry(store, 3)
-        expect(store.stats()["bytes"] == total - freed <= size, "the rest fits the budget")
-        expect(store.get("package", KEYS[1]) is None, "the others are gone")
-        expect(store.check() == [], "and none is damaged")
-        expect(store.gc(size) == 0, "what fits stays")
-
-    def test_a_budget_holds(self, tmp_path: Path) -> None:
-        """The budget holds however much is written; an entry larger than it is refused."""
-        budget = 20_000
-        store = self.make_store(tmp_path, budget)
-        for number in range(30):
-            key = f"{number:064x}"
-            store.put("package", key, {"a": torch.full((400,), float(number))}, {"number": number})
-        store.flush()
-        expect(0 < store.stats()["bytes"] <= budget, "the budget holds")
-        refused = store.stats()["refused"]
-        store.put("package", KEYS[1], {"a": torch.zeros(budget)}, {})
-        error = raised(NotStored, store.flush)
-        named = error is not None and list(error.reasons) == [("package", KEYS[1])]
-        expect(named, "and named by flush")
-        expect(store.get("package", KEYS[1]) is None, "what is over the whole budget is not kept")
-        expect(store.stats()["refused"] == refused + 1, "and counted as refused")
-        expect(store.check() == [], "all is whole")
-
-    def test_what_is_pinned_stays(self, tmp_path: Path) -> None:
-        """A pinned entry stays with its base, in every store over this content, until unpinned."""
+    def test_nothing_is_put_on_what_is_absent(self, tmp_path: Path) -> None:
+        """It is refused, which is no loss."""
         store = self.chain(tmp_path)
-        expect(store.pin("snapshot", KEYS[1]), "what is there can be pinned")
-        again = self.make_store(tmp_path)
-        again.gc(0)
-        expect(self.names(again) == {("snapshot", 0), ("snapshot", 1)}, "it stays, with its base")
-        pinned = {entry.key: entry.pinned for entry in again.entries()}
-        expect(pinned == {KEYS[0]: False, KEYS[1]: True}, "and is listed as pinned")
-        expect(again.pin("snapshot", KEYS[1], False), "it can be unpinned")
-        store.gc(0)
-        expect(self.names(store) == set(), "and goes then")
-
-    def test_nothing_is_kept_without_what_it_depends_on(self, tmp_path: Path) -> None:
-        """An entry is evicted before its base; nothing is stored without its base."""
-        store = self.chain(tmp_path)
-        total = store.stats()["bytes"]
-        for step in range(total, -1, -400):
-            store.gc(step)
-            left = self.names(store)
-            for kind, number in left & {("snapshot", 1), ("snapshot", 2), ("state", 2)}:
-                base = ("snapshot", number if kind == "state" else number - 1)
-                expect(base in left, "what something depends on is there")
-            expect(store.check() == [], "and the counts agree")
         store.put("snapshot", KEYS[5], *self.entry(5), About(depends_on=("snapshot", KEYS[4])))
         store.flush()
         expect(not store.has("snapshot", KEYS[5]), "nothing is put on what is absent")
@@ -389,6 +334,67 @@ class StoreTests:
         expect(store.get("package", KEYS[1]) is None, "it is absent")
         expect(not store.has("package", KEYS[1]), "and its place is free")
         expect(len(self.names(store)) == 5 and store.check() == [], "it is listed")
+
+
+class BoundedStoreTests(StoreTests):
+    """What a store promises that has a budget, and lets the least recently used go."""
+
+    def test_gc_lets_the_least_recently_used_go(self, tmp_path: Path) -> None:
+        """Entries that were read stay longer; an evicted entry is absent, not damaged."""
+        store = self.filled(tmp_path)
+        for _ in range(3):
+            self.expect_entry(store, 3)
+        size = next(e.nbytes for e in store.entries() if (e.kind, e.key) == ("package", KEYS[3]))
+        total = store.stats()["bytes"]
+        freed = store.gc(size)
+        self.expect_entry(store, 3)
+        expect(store.stats()["bytes"] == total - freed <= size, "the rest fits the budget")
+        expect(store.get("package", KEYS[1]) is None, "the others are gone")
+        expect(store.check() == [], "and none is damaged")
+        expect(store.gc(size) == 0, "what fits stays")
+
+    def test_a_budget_holds(self, tmp_path: Path) -> None:
+        """The budget holds however much is written; an entry larger than it is refused."""
+        budget = 20_000
+        store = self.make_store(tmp_path, budget)
+        for number in range(30):
+            key = f"{number:064x}"
+            store.put("package", key, {"a": torch.full((400,), float(number))}, {"number": number})
+        store.flush()
+        expect(0 < store.stats()["bytes"] <= budget, "the budget holds")
+        refused = store.stats()["refused"]
+        store.put("package", KEYS[1], {"a": torch.zeros(budget)}, {})
+        error = raised(NotStored, store.flush)
+        named = error is not None and list(error.reasons) == [("package", KEYS[1])]
+        expect(named, "and named by flush")
+        expect(store.get("package", KEYS[1]) is None, "what is over the whole budget is not kept")
+        expect(store.stats()["refused"] == refused + 1, "and counted as refused")
+        expect(store.check() == [], "all is whole")
+
+    def test_what_is_pinned_stays(self, tmp_path: Path) -> None:
+        """A pinned entry stays with its base, in every store over this content, until unpinned."""
+        store = self.chain(tmp_path)
+        expect(store.pin("snapshot", KEYS[1]), "what is there can be pinned")
+        again = self.make_store(tmp_path)
+        again.gc(0)
+        expect(self.names(again) == {("snapshot", 0), ("snapshot", 1)}, "it stays, with its base")
+        pinned = {entry.key: entry.pinned for entry in again.entries()}
+        expect(pinned == {KEYS[0]: False, KEYS[1]: True}, "and is listed as pinned")
+        expect(again.pin("snapshot", KEYS[1], False), "it can be unpinned")
+        store.gc(0)
+        expect(self.names(store) == set(), "and goes then")
+
+    def test_an_entry_goes_before_what_it_depends_on(self, tmp_path: Path) -> None:
+        """An entry is evicted before its base."""
+        store = self.chain(tmp_path)
+        total = store.stats()["bytes"]
+        for step in range(total, -1, -400):
+            store.gc(step)
+            left = self.names(store)
+            for kind, number in left & {("snapshot", 1), ("snapshot", 2), ("state", 2)}:
+                base = ("snapshot", number if kind == "state" else number - 1)
+                expect(base in left, "what something depends on is there")
+            expect(store.check() == [], "and the counts agree")
 
 
 def _refused(call: Callable[..., object], *arguments: object) -> bool:

@@ -37,7 +37,7 @@ from keepsight.models.families import Family
 from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
 from keepsight.models.weights import Weights
-from keepsight.store.contract import Store
+from keepsight.store import Store
 
 logger = logging.getLogger(__name__)
 

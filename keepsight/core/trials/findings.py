@@ -23,7 +23,7 @@ from keepsight.core.kernels.attention import ROW_PADDINGS, QueryRows
 from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
-from keepsight.store.contract import Store
+from keepsight.store import Store
 
 _KIND = "kernels"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}

@@ -1,1 +1,0 @@
-"""A store at an fsspec address: whole objects, listed instead of catalogued."""
