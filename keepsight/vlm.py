@@ -22,9 +22,6 @@ from keepsight.core.call import Call
 from keepsight.core.display import DisplayedModel
 from keepsight.core.in_thread import AsyncAnswers
 from keepsight.core.pins import clear, delete, pin, predict_report
-from keepsight.core.prepared import Prefix
-from keepsight.core.rendering.question import user_turn
-from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import (
     WRAP_DEFAULTS,
@@ -35,11 +32,6 @@ from keepsight.core.settings import (
     tenant_name,
 )
 from keepsight.core.signatures import shows
-from keepsight.core.stock.generate import Generated, generate
-from keepsight.core.stock.inputs import stock_inputs
-from keepsight.core.stock.installed import INSTALLING, InstalledGenerate, installed_in
-from keepsight.core.trials.probe import settle, try_again
-from keepsight.core.verify import Verification, verify
 from keepsight.errors import InputError, ModelError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import (
@@ -66,9 +58,17 @@ from keepsight.models.narrow import narrow
 from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.question import user_turn
+from keepsight.prompt.render import Renderer
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
+from keepsight.session.prepared import Prefix
+from keepsight.stock.generate import Generated, generate
+from keepsight.stock.inputs import stock_inputs
+from keepsight.stock.installed import INSTALLING, InstalledGenerate, installed_in
+from keepsight.stock.probe import settle, try_again
+from keepsight.stock.verify import Verification, verify
 from keepsight.system.places import expanded
 
 

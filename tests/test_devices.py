@@ -20,7 +20,7 @@ from simulated_device import Event, device, simulation
 from test_exact import cold, conversation, logits
 
 import keepsight as ks
-from keepsight.scheduler import Together
+from keepsight import Together
 from keepsight.store import DiskStore, Store
 from keepsight.store.addresses.remote import RemoteStore
 from keepsight.system import devices

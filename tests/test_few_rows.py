@@ -11,11 +11,11 @@ from models import build, picture, turn
 from test_query_rows import logits, some_ids
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.core.kernels import few_rows
 from keepsight.core.kernels.few_rows import NUMBERS, fewest_rows
 from keepsight.core.kernels.linear import ONEDNN, Packed, Rows, kernels_for
 from keepsight.core.trials import any_cut
-from keepsight.scheduler import Together
 
 pytestmark = [
     pytest.mark.tries_anew,

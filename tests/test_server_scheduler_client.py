@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from server_harness import Live, Scripted, asked, live, scene
 
+from keepsight import Ticket
 from keepsight.report import Piece, Report, Usage
-from keepsight.scheduler import Ticket
 from keepsight.server.api.answers import Delta
 from keepsight.server.api.streaming import EventStream
 from keepsight.server.config import ServerConfig

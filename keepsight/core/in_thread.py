@@ -15,10 +15,10 @@ from contextlib import aclosing
 from functools import partial
 from typing import Unpack
 
-from keepsight.core.rendering.question import user_turn
 from keepsight.core.signatures import shows
 from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
 from keepsight.media.medium import Pictures
+from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from fastapi import Request
 from pydantic.main import IncEx
 
-from keepsight.core.rendering.lengths import characters
+from keepsight.core.together import Together
 from keepsight.kinds import Message, Record
+from keepsight.prompt.lengths import characters
 from keepsight.report import Report
-from keepsight.scheduler import Together
 from keepsight.server.api import schema
 from keepsight.server.api.answers import AnswerRequest, AnswerStream, Delta, SchedulerClient
 from keepsight.server.api.response_store import ResponseStore

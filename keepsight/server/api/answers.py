@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from keepsight.core.ticket import Ticket
+from keepsight.core.together import Together
 from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
-from keepsight.scheduler import Ticket, Together
 from keepsight.server.api.output_parser import OutputParser, OutputPiece
 from keepsight.server.api.sampling import Recorder, Sampling, TokenLogprob
 from keepsight.server.limits.threads import Threads, is_large

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from keepsight.core.rendering.lengths import characters
 from keepsight.errors import ImageError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message as Rendered
 from keepsight.kinds import Record
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import Source, from_base64
+from keepsight.prompt.lengths import characters
 from keepsight.server.api import schema
 from keepsight.server.api.output_parser import arguments_of
 from keepsight.server.api.unused import Unused, is_empty

@@ -14,24 +14,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from keepsight.core.answer import asked
 from keepsight.core.call import Call
 from keepsight.core.engine import MAX_RUNNING, PIECE, Engine
+from keepsight.core.order import Order
 from keepsight.core.pins import predict_report
-from keepsight.core.rendering.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence
+from keepsight.core.ticket import Listener, Ticket
 from keepsight.errors import Busy, Closed, InputError
 from keepsight.kinds import Message, Record
 from keepsight.report import Report
-from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.system import forks
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import release_team
 from keepsight.system.exits import SCHEDULERS, finish_before_exit, when_dropped
-from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +136,19 @@ class Desk:
         self.bell, self.closed, self.stopped = threading.Condition(), True, True
 
 
+class Wrapped(Protocol):
+    """A `VLM`."""
+
+    runtime: Runtime
+    tenant: str
+
+
 class Together:
     """Serves requests to one model in parallel. `vlm` may still be called directly."""
 
     def __init__(
         self,
-        vlm: VLM,
+        vlm: Wrapped,
         *,
         max_running: int = MAX_RUNNING,
         max_waiting: int = 64,

@@ -17,7 +17,6 @@ from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.core.decoding.sampling import known_options, samples_of, seed_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
-from keepsight.core.stock.embedded import ids_behind
 from keepsight.errors import (
     InputError,
     KeepsightError,
@@ -33,6 +32,7 @@ from keepsight.models.families.pixels import embedding_of
 from keepsight.models.upstream import padding_of
 from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
+from keepsight.stock.embedded import ids_behind
 
 if TYPE_CHECKING:
     from transformers.generation import BaseStreamer

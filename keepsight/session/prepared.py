@@ -19,16 +19,16 @@ import torch
 
 from keepsight.core.answer import answer, asked, read
 from keepsight.core.call import Call
-from keepsight.core.rendering.messages import kept_notes, parse_messages
-from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.kinds import Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.messages import kept_notes, parse_messages
+from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply, Report
+from keepsight.stock.generate import Generated, GenerateRequest, request, run
 
 
 class History(Protocol):

@@ -11,7 +11,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from keepsight.core.call import Call
-from keepsight.core.rendering.render import Renderer
 from keepsight.errors import InputError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message, Record
@@ -19,6 +18,7 @@ from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium, opened
 from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.render import Renderer
 
 if TYPE_CHECKING:
     from keepsight.core.runtime import Runtime

@@ -16,16 +16,16 @@ from PIL import Image
 
 from keepsight.core.answer import read
 from keepsight.core.call import Call
-from keepsight.core.rendering.render import user_message
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Reading
-from keepsight.core.stock.inputs import stock_inputs
 from keepsight.core.tolerance import tolerance_of
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source
 from keepsight.models.blindfold import watched
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.render import user_message
+from keepsight.stock.inputs import stock_inputs
 
 
 @dataclass

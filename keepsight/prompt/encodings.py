@@ -15,9 +15,9 @@ from collections.abc import Iterable
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.control_tokens import END, MARKED, START, ControlTokens, any_of
 from keepsight.errors import MessagesError
 from keepsight.models import upstream
+from keepsight.prompt.control_tokens import END, MARKED, START, ControlTokens, any_of
 
 _BUDGET = 16 << 20  # bytes of parts, of all tenants
 _BESIDES = 512  # approximate bytes of a part beside its text and ids

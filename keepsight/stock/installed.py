@@ -22,14 +22,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS, check_length, sampler
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.features import pixels_in, with_features
-from keepsight.core.stock.forward import InstalledForward
-from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.models.renamed import NEW, OLD
 from keepsight.report import Report
+from keepsight.stock.features import pixels_in, with_features
+from keepsight.stock.forward import InstalledForward
+from keepsight.stock.generate import Generated, GenerateRequest, request, run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

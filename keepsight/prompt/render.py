@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.control_tokens import END, ControlTokens, unmarked
-from keepsight.core.rendering.encodings import Encodings, tokenizer_state
-from keepsight.core.rendering.lengths import Lengths
-from keepsight.core.rendering.messages import parse_messages
 from keepsight.errors import (
     InputError,
     MessagesError,
@@ -31,6 +27,10 @@ from keepsight.media.medium import Medium
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.control_tokens import END, ControlTokens, unmarked
+from keepsight.prompt.encodings import Encodings, tokenizer_state
+from keepsight.prompt.lengths import Lengths
+from keepsight.prompt.messages import parse_messages
 from keepsight.system.words import check_text
 
 # A short conversation that shows which tokens a template writes for turns.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.generate import check_dense, split_media
 from keepsight.errors import PlaceholderMismatch, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Inputs, Options, Record
@@ -23,6 +22,7 @@ from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.models.families.pixels import Part
 from keepsight.report import Report, Segment
+from keepsight.stock.generate import check_dense, split_media
 
 
 def pixels_in(family: Family, given: Options) -> Inputs:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.features import repeatable
 from keepsight.kinds import Inputs, Record
 from keepsight.prefix.prompt import Prompt
+from keepsight.stock.features import repeatable
 
 
 def stock_inputs(
