@@ -148,7 +148,7 @@ def ask(
     how = {"runtime": runtime, "weights": weights}
     with load(model, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.typed_pictures import pictures_at  # start-up time
-        from keepsight.prompt.render import user_message
+        from keepsight.prompt.messages import user_message
 
         opened = [picture for name in images for _, picture in pictures_at(name)]
         messages = [user_message(question, opened)]

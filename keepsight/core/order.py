@@ -13,90 +13,74 @@ from typing import TYPE_CHECKING
 from keepsight.core.call import Call
 from keepsight.errors import InputError
 from keepsight.formats.package import Package
-from keepsight.kinds import Message, Record
-from keepsight.media.features import Vision
-from keepsight.media.medium import PROCESSORS, Medium, opened
+from keepsight.kinds import Message
+from keepsight.media.medium import Medium, opened
 from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.render import Renderer
+from keepsight.prompt.messages import with_media
 
 if TYPE_CHECKING:
     from keepsight.core.runtime import Runtime
 
 
 class Order:
-    """The messages of one call, and their prompt."""
+    """The messages of one call, their named media, and their prompt."""
 
     def __init__(
         self, memory: Runtime, messages: list[Message], call: Call, generate: bool = True
     ) -> None:
-        self._memory, self.messages, self.call = memory, messages, call
+        if (renderer := memory.renderer) is None:
+            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
+        self._memory, self._renderer, self._call = memory, renderer, call
         self._generate = generate
-        self._clean: list[Message] = []  # the messages as the template wants them
-        self._kinds: list[str] = []
-        self.media: list[Medium] = []  # in the order in which they are given
+        self._clean, self._given = renderer.read(messages, call.template)
         self.prompt = Prompt.nothing()
-        self._bound: object = None  # the settings of their names
-        self._looked: list[Inspected] = []
-        self._room = 0  # bytes of pixels that may wait for the tower
+        self._look()
 
-    @property
-    def _vision(self) -> Vision:
-        return self._memory.vision_of(self.call.tenant)
-
-    def rendered(self) -> Order:
-        """Look at the media and render the prompt, in this thread."""
-        self.look()
-        self.prompt = self._render()
-        return self
-
-    def look(self) -> None:
-        """Look at the media of the messages."""
-        self._clean, given = self.renderer().read(self.messages, self.call.template)
-        vision = self._memory.visions.get(self.call.tenant)
+    def _look(self) -> None:
+        """Look at the media, in this thread."""
+        tenant = self._call.tenant
+        vision = self._memory.visions.get(tenant)
         if vision is None or vision.namer.bound is None:
             with self._memory.lock:
-                self._memory.refresh(self.call.tenant)
-                vision = self._vision
-        self._bound = vision.namer.bound
-        self._kinds, self._room = [kind for kind, _ in given], self._memory.caches.pixels.budget
-        self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
+                self._memory.refresh(tenant)
+                vision = self._memory.vision_of(tenant)
+        self._bound = vision.namer.bound  # the settings of the names
+        self.media: list[Medium] = []  # in the order in which they are given
+        self._looked: list[Inspected] = []
+        room = self._memory.caches.pixels.budget  # bytes of pixels that may wait for the tower
+        for kind, given in self._given:
+            thing = opened(given)
+            if isinstance(thing, Medium | Package):
+                self.media.append(vision.name(thing, kind))
+                continue
+            looked = vision.namer.look(thing, kind)
+            if looked.pixels is not None:
+                room -= looked.pixels.nbytes
+                if room < 0:  # later ones are read again when their turn comes
+                    looked = dataclasses.replace(looked, pixels=None)
+            self._looked.append(looked)
+            self.media.append(vision.medium_of(looked))
 
-    def renderer(self) -> Renderer:
-        """The current renderer: templates and tokenizers may change."""
-        renderer = self._memory.renderer
-        if renderer is None:
-            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
-        return renderer
-
-    def _look_at(self, vision: Vision, medium: object, kind: str) -> Medium:
-        medium = opened(medium)
-        if isinstance(medium, Medium | Package):
-            return vision.name(medium, kind)
-        looked = vision.namer.look(medium, kind)
-        if looked.pixels is not None:
-            self._room -= looked.pixels.nbytes
-            if self._room < 0:  # later ones are read again when their turn comes
-                looked = dataclasses.replace(looked, pixels=None)
-        self._looked.append(looked)
-        return vision.medium_of(looked)
-
-    def _render(self) -> Prompt:
-        named = zip(self._kinds, self.media, strict=True)
-        tenant, template = self.call.tenant, self.call.template
-        return self.renderer().rendered(self._clean, named, self._generate, tenant, template)
+    def rendered(self) -> Order:
+        """Render the prompt."""
+        kinds = [kind for kind, _ in self._given]
+        named = list(zip(kinds, self.media, strict=True))
+        tenant, template = self._call.tenant, self._call.template
+        self.prompt = self._renderer.rendered(self._clean, named, self._generate, tenant, template)
+        return self
 
     def current(self) -> Prompt:
         """The prompt under the present settings; the caller holds the model's lock."""
-        if self._vision.namer.bound is not self._bound:
-            self.look()
-            self.prompt = self._render()
+        if self._memory.vision_of(self._call.tenant).namer.bound is not self._bound:
+            self._look()
+            self.rendered()
         self.learn()
         return self.prompt
 
     def learn(self) -> None:
         """Record what was learnt about the media; the caller holds the model's lock."""
-        vision = self._vision
+        vision = self._memory.vision_of(self._call.tenant)
         if vision.namer.bound is self._bound:
             for looked in self._looked:
                 if vision.where(vision.medium_of(looked)) == "tower":
@@ -107,15 +91,4 @@ class Order:
 
     def with_media(self) -> list[Message]:
         """The messages with named media in place of the given ones."""
-        waiting = iter(self.media)
-
-        def part(given: Record) -> Record:
-            kind = given.get("type")
-            return {**given, kind: next(waiting)} if kind in PROCESSORS else given
-
-        return [
-            dict(message, content=[part(given) for given in message["content"]])
-            if isinstance(message.get("content"), list)
-            else message
-            for message in self._clean
-        ]
+        return with_media(self._clean, self.media)

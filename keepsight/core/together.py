@@ -229,7 +229,6 @@ class Together:
         """The messages with their media named, in the caller's thread; `learn` remembers the names
         for later calls."""
         order = Order(self._memory, messages, Call(tenant, {}, {}))
-        order.look()
         if learn and order.media:
             with self._memory.lock:
                 order.learn()

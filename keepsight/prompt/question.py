@@ -14,7 +14,7 @@ from PIL import Image
 
 from keepsight.errors import InputError, UnknownOption
 from keepsight.kinds import Message, Options, Record
-from keepsight.prompt.render import user_message
+from keepsight.prompt.messages import user_message
 
 _MEANT = {
     **dict.fromkeys(("image", "picture", "pictures", "img", "imgs", "photo", "file"), "images"),

@@ -25,7 +25,7 @@ from keepsight.kinds import Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes, parse_messages
+from keepsight.prompt.messages import kept_notes, parse_messages, with_media
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply, Report
 from keepsight.stock.generate import Generated, GenerateRequest, request, run
@@ -256,10 +256,5 @@ def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Messa
         runtime.require_open()
         runtime.refresh(tenant=tenant)
         vision = runtime.vision_of(tenant)
-        media = iter([(kind, vision.name(thing, kind, keep=True)) for kind, thing in given])
-    for message in clean:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if part["type"] != "text":
-                kind, medium = next(media)
-                part[kind] = medium
-    return clean
+        media = [vision.name(thing, kind, keep=True) for kind, thing in given]
+    return with_media(clean, media)

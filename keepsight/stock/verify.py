@@ -24,7 +24,7 @@ from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source
 from keepsight.models.blindfold import watched
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.render import user_message
+from keepsight.prompt.messages import user_message
 from keepsight.stock.inputs import stock_inputs
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.kinds import Message
-from keepsight.prompt.render import user_message
+from keepsight.prompt.messages import user_message
 from keepsight.stock.generate import Generated
 
 if TYPE_CHECKING:
