@@ -18,7 +18,7 @@ _HOMES = {
     "Reply": "report",
     "Report": "report",
     "Session": "session.session",
-    "Ticket": "core.ticket",
+    "Ticket": "core.together",
     "Together": "core.together",
     "Usage": "report",
     "VLM": "vlm",
@@ -53,8 +53,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keepsight import errors
-    from keepsight.core.ticket import Ticket
-    from keepsight.core.together import Together
+    from keepsight.core.together import Ticket, Together
     from keepsight.encode.mapping import Encoder
     from keepsight.export.runtime_choice import load
     from keepsight.formats.package import Package

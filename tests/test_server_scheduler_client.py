@@ -34,7 +34,7 @@ class Slow(Scripted):
 
     def prepare(self, messages: Any, on_done: Any = None, **options: Any) -> Ticket:
         ticket = Ticket(on_done=on_done)
-        ticket.awake_with(lambda: ticket.done.is_set() or ticket.end())
+        ticket.wake = lambda: ticket.done.is_set() or ticket.end()
         self.prepared.append(ticket)
         return ticket
 

@@ -14,8 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from keepsight.core.ticket import Ticket
-from keepsight.core.together import Together
+from keepsight.core.together import Ticket, Together
 from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
