@@ -17,7 +17,7 @@ from keepsight.errors import KeepsightError, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.models.fingerprint.stock import OUR_HOOK
 from keepsight.report import Report
-from keepsight.stock.features import pixels_in, with_features
+from keepsight.stock.inputs import pixels_in, with_features
 
 Given = tuple[tuple[object, ...], Options]
 _FLAG = "_forward_pre_hooks_with_kwargs"
