@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 import keepsight
+from keepsight import Together
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.workloads import Pictures, user, words
 from keepsight.kinds import Message
 from keepsight.report import Piece, Report
-from keepsight.scheduler import Together
 from keepsight.vlm import VLM
 
 FORMAT = 1

@@ -14,12 +14,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "Encoder": "encode.mapping",
     "Package": "formats.package",
-    "Prefix": "core.prepared",
+    "Prefix": "session.prepared",
     "Reply": "report",
     "Report": "report",
     "Session": "session.session",
-    "Ticket": "scheduler.ticket",
-    "Together": "scheduler.scheduler",
+    "Ticket": "core.together",
+    "Together": "core.together",
     "Usage": "report",
     "VLM": "vlm",
     "errors": "errors",
@@ -53,14 +53,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keepsight import errors
-    from keepsight.core.prepared import Prefix
+    from keepsight.core.together import Ticket, Together
     from keepsight.encode.mapping import Encoder
     from keepsight.export.runtime_choice import load
     from keepsight.formats.package import Package
     from keepsight.models.tower_inputs import tower_tensors
     from keepsight.report import Reply, Report, Usage
-    from keepsight.scheduler.scheduler import Together
-    from keepsight.scheduler.ticket import Ticket
+    from keepsight.session.prepared import Prefix
     from keepsight.session.session import Session
     from keepsight.vlm import VLM, install, installed, uninstall, wrap
 

@@ -98,20 +98,7 @@ class Report:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "exactness": self.exactness,
-            "segments": [
-                {
-                    "kind": s.kind,
-                    "start": s.start,
-                    "end": s.end,
-                    "status": s.status,
-                    "reason": s.reason,
-                    "medium": s.medium,
-                    "features": s.features,
-                    "tier": s.tier,
-                    "key": s.key,
-                }
-                for s in self.segments
-            ],
+            "segments": [dict(vars(segment)) for segment in self.segments],
             "milliseconds": {name: round(ms, 3) for name, ms in self.milliseconds.items()},
             "notes": self.notes,
         }

@@ -8,8 +8,9 @@ rooms that do the work, under one lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
 
@@ -19,12 +20,9 @@ from transformers import PreTrainedModel, ProcessorMixin
 from keepsight import digests
 from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
-from keepsight.core.display import DisplayedModel
-from keepsight.core.in_thread import AsyncAnswers
+from keepsight.core.display import described, model_as_html
+from keepsight.core.in_thread import gathered, in_thread
 from keepsight.core.pins import clear, delete, pin, predict_report
-from keepsight.core.prepared import Prefix
-from keepsight.core.rendering.question import user_turn
-from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import (
     WRAP_DEFAULTS,
@@ -35,11 +33,6 @@ from keepsight.core.settings import (
     tenant_name,
 )
 from keepsight.core.signatures import shows
-from keepsight.core.stock.generate import Generated, generate
-from keepsight.core.stock.inputs import stock_inputs
-from keepsight.core.stock.installed import INSTALLING, InstalledGenerate, installed_in
-from keepsight.core.trials.probe import settle, try_again
-from keepsight.core.verify import Verification, verify
 from keepsight.errors import InputError, ModelError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import (
@@ -66,9 +59,17 @@ from keepsight.models.narrow import narrow
 from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.question import user_turn
+from keepsight.prompt.render import Renderer
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
+from keepsight.session.prepared import Prefix
+from keepsight.stock.generate import Generated, generate
+from keepsight.stock.inputs import stock_inputs
+from keepsight.stock.installed import INSTALLING, InstalledGenerate, installed_in
+from keepsight.stock.probe import settle, try_again
+from keepsight.stock.verify import Verification, verify
 from keepsight.system.places import expanded
 
 
@@ -173,7 +174,7 @@ def installed(
         uninstall(model)
 
 
-class VLM(DisplayedModel, AsyncAnswers):
+class VLM:
     """A vision-language model with a memory. Safe to call from several threads; they take turns."""
 
     chosen_runtime: Record | None = None  # the runtime and its reason, if `load` was given one
@@ -252,6 +253,24 @@ class VLM(DisplayedModel, AsyncAnswers):
     def stream(self, messages: list[Message], **options: Unpack[Generating]) -> Iterator[Piece]:
         """Yield pieces of the answer as they come; the last one carries usage and report."""
         return self._answer(messages, dict(options), "stream")
+
+    @shows(Answering)
+    def astream(
+        self, messages: list[Message], **options: Unpack[Generating]
+    ) -> AsyncGenerator[Piece, None]:
+        """`stream` for `async for`; the answer is computed in its own thread."""
+        return in_thread(partial(self.stream, messages, **options))
+
+    @shows(Answering)
+    async def achat(self, messages: list[Message], **options: Unpack[Generating]) -> Reply:
+        """`chat` for `await`; cancelling the task cancels the answer."""
+        return await gathered(self.astream(messages, **options))
+
+    @shows(Asking)
+    async def aask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
+        """`ask` for `await`."""
+        left: Options = dict(options)
+        return await self.achat([user_turn(given, left, True)], **left)
 
     def _answer(self, messages: list[Message], options: Options, where: str) -> Iterator[Piece]:
         return answer(self.runtime, messages, Call.of(options, self.tenant, where))
@@ -430,6 +449,12 @@ class VLM(DisplayedModel, AsyncAnswers):
         """
         whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
         clear(self.runtime, whose, store)
+
+    def __repr__(self) -> str:
+        return f"<VLM {described(self.runtime)}>"
+
+    def _repr_html_(self) -> str:
+        return model_as_html(f"VLM {described(self.runtime)}", self.stats())
 
     def close(self) -> None:
         """Finish writing and release everything. The model itself stays usable."""

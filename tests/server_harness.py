@@ -23,10 +23,10 @@ from typing import Any
 
 from PIL import Image
 
+from keepsight import Ticket, Together
 from keepsight.demo.scene import Scene
 from keepsight.errors import Busy
 from keepsight.report import Piece, Report, Usage
-from keepsight.scheduler import Ticket, Together
 from keepsight.server.config import ServerConfig
 from keepsight.server.running import Server, make_server
 from keepsight.server.service import Service

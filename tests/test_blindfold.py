@@ -10,9 +10,9 @@ import torch
 from models import ALL, build, picture, stock_inputs, turn
 
 import keepsight as ks
-from keepsight.core.verify import certify
 from keepsight.errors import ModelError, TowerRan
 from keepsight.models.families.tower_absent import tower_parts
+from keepsight.stock.verify import certify
 
 KINDS = ("qwen2_vl", "qwen3_vl", "gemma3", "llava", "internvl", "idefics3", "ovis2", "llama4")
 FIRST = [turn("What is it?", picture(1))]

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core.rendering.control_tokens import ControlTokens
-from keepsight.core.rendering.encodings import Encodings
 from keepsight.errors import InputError, MessagesError
+from keepsight.prompt.control_tokens import ControlTokens
+from keepsight.prompt.encodings import Encodings
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "[INST]", "<image>", "<s>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "<name>"]

@@ -21,7 +21,7 @@ from support.stores import KEYS
 from test_exact import cold, conversation, logits
 
 import keepsight as ks
-from keepsight.scheduler import Together
+from keepsight import Together
 from keepsight.store import DiskStore, Store
 from keepsight.store.remote import RemoteStore
 from keepsight.system import devices

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.core.decoding import drafts
 from keepsight.core.decoding.drafts import (
     NOTHING,
@@ -26,7 +27,6 @@ from keepsight.core.decoding.drafts import (
 )
 from keepsight.errors import InputError
 from keepsight.prefix.prompt import Prompt
-from keepsight.scheduler import Together
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 CHAT = [turn("Look at this. " * 4, picture(1)), turn("And now this one.", picture(2))]

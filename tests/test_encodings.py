@@ -28,8 +28,8 @@ from tokenizers import (
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core.rendering.control_tokens import ControlTokens
-from keepsight.core.rendering.encodings import Encodings
+from keepsight.prompt.control_tokens import ControlTokens
+from keepsight.prompt.encodings import Encodings
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]"]
 BITS = [
@@ -259,7 +259,7 @@ def test_a_tenant_is_not_answered_sooner_for_what_another_asked() -> None:
 
 
 def test_texts_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepsight.core.rendering.encodings._BUDGET", 10_000)
+    monkeypatch.setattr("keepsight.prompt.encodings._BUDGET", 10_000)
     mine = encodings(tokenizer_of("byte level"))
     for number in range(50):
         made(mine, "", f"<s>hello {number}</s>")

@@ -10,13 +10,13 @@ import torch
 from exported_models import exported, small, wrapped
 from models import build, folder_of, picture, stock_inputs, turn
 
+from keepsight import Together
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.export.graphs import tracing
 from keepsight.export.graphs.exporter import export
 from keepsight.export.graphs.towers import tower_of
 from keepsight.models.families import family_of
-from keepsight.scheduler import Together
 
 KINDS = (
     "qwen3_vl",

@@ -20,9 +20,9 @@ from test_exact import Catch
 from torch import Tensor
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.core.trials.any_cut import AnyCut
 from keepsight.runtimes.onnx import OnnxSession
-from keepsight.scheduler import Together
 
 KINDS = ("qwen3_vl", "llava")
 GREEDY: dict[str, Any] = {"do_sample": False}

@@ -20,6 +20,7 @@ from test_export_families import ExportedTests
 from torch import Tensor
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.errors import ModelError
 from keepsight.export.graphs.check import deviation
 from keepsight.export.graphs.exporter import export
@@ -27,7 +28,6 @@ from keepsight.export.graphs.quantise import quantise
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read
 from keepsight.runtimes.openvino import OpenVinoSession
-from keepsight.scheduler import Together
 
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("needs openvino", allow_module_level=True)

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core.rendering.lengths import Lengths, characters
+from keepsight import Together
 from keepsight.errors import PromptTooLong
-from keepsight.scheduler import Together
+from keepsight.prompt.lengths import Lengths, characters
 
 LIMIT = 512
 
@@ -61,7 +61,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(vlm: Any, many: int) -> None:
 def test_what_lies_between_is_counted_piece_by_piece(
     vlm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepsight.core.rendering.lengths._PIECE", 1024)
+    monkeypatch.setattr("keepsight.prompt.lengths._PIECE", 1024)
     counted = vlm.runtime.renderer.tokenizer = Counted(vlm.runtime.renderer.tokenizer)
     with pytest.raises(PromptTooLong, match="more than"):
         vlm.chat(user("x y " * 1500))
@@ -70,8 +70,8 @@ def test_what_lies_between_is_counted_piece_by_piece(
 
 def test_what_fits_is_answered(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ordinary tokens the longest, over and over: more characters than usual for so many."""
-    monkeypatch.setattr("keepsight.core.rendering.lengths._ORDINARY", 4)
-    monkeypatch.setattr("keepsight.core.rendering.lengths._PIECE", 1024)
+    monkeypatch.setattr("keepsight.prompt.lengths._ORDINARY", 4)
+    monkeypatch.setattr("keepsight.prompt.lengths._PIECE", 1024)
     tokenizer = vlm.processor.tokenizer
     words = set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder)
     text = max((tokenizer.decode([word]) for word in words), key=len) * 400

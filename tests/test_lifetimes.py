@@ -23,9 +23,9 @@ from hostile import ROOT
 from models import picture, turn
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.encode.documents import _Document, pdf_lock
 from keepsight.encode.run import Ahead
-from keepsight.scheduler import Together
 from keepsight.store import DiskStore, files, open_store
 from keepsight.store.remote import RemoteStore
 from keepsight.system import lock as locks
@@ -307,7 +307,7 @@ import json, sys, threading, time, torch
 from models import picture, turn
 import keepsight as ks
 from keepsight.store import files
-from keepsight.scheduler import Together
+from keepsight import Together
 
 torch.set_num_threads(1)
 finish = files.together
@@ -467,7 +467,7 @@ import faulthandler, json, os, sys, threading, torch
 from models import picture, turn
 import keepsight as ks
 from keepsight.system import forks
-from keepsight.scheduler import Together
+from keepsight import Together
 
 torch.set_num_threads(1)
 messages = [turn("What is it?", picture(1))]

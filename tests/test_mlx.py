@@ -21,8 +21,8 @@ from models import ALL, built, folder_of, picture, saved, turn
 from transformers import AutoProcessor, InternVLConfig, Qwen3Config
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.errors import InputError, MissingExtra, ModelError, UnsupportedInput
-from keepsight.scheduler import Together
 
 HERE = all(importlib.util.find_spec(name) for name in ("mlx", "mlx_vlm"))
 in_mlx = pytest.mark.skipif(not HERE, reason="mlx-vlm is not installed (make test-mlx)")

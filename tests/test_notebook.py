@@ -13,8 +13,8 @@ from models import picture
 from PIL import Image
 
 import keepsight as ks
-from keepsight.core.rendering.question import user_turn
 from keepsight.errors import ImageError, InputError, UnknownOption
+from keepsight.prompt.question import user_turn
 
 QUESTION = "What is it?"
 

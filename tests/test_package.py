@@ -29,6 +29,7 @@ from models import picture, turn
 from safetensors import safe_open
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -39,7 +40,6 @@ from keepsight.errors import (
 )
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import FORMAT, KIND, Package
-from keepsight.scheduler import Together
 from keepsight.store import DiskStore
 
 TINY = GOLDEN / "tiny.sight"

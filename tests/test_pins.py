@@ -10,8 +10,8 @@ import pytest
 from model_parts import picture
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.errors import InputError, MadeElsewhere, NotStored, PinsFull
-from keepsight.scheduler import Together
 
 QUESTION = "What is in this picture, and where does it stand?"
 MODELS = ["demo", "demo-hybrid"]

@@ -17,9 +17,9 @@ from models import build, picture
 from tokenizers import normalizers, processors
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.core.call import Call
 from keepsight.models.fingerprint.processors import ProcessorCode
-from keepsight.scheduler import Together
 
 Undo = Callable[[], object]
 CHANGES: dict[str, Callable[[Any], Undo]] = {}

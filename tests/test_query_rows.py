@@ -15,9 +15,9 @@ import torch
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight import Together
 from keepsight.core.kernels import attention
 from keepsight.core.kernels.attention import QueryRows, RowPadding
-from keepsight.scheduler import Together
 
 pytestmark = pytest.mark.tries_anew
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight import Ticket, Together
 from keepsight.core.decoding.forward import LanguageModel
 from keepsight.core.decoding.lanes import Lanes
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
-from keepsight.scheduler import Ticket, Together
 from keepsight.system.lock import FairLock
 
 GREEDY = {"do_sample": False}

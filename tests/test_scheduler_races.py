@@ -13,9 +13,8 @@ import pytest
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight import digests
+from keepsight import Together, digests
 from keepsight.errors import ModelKeepsChanging
-from keepsight.scheduler import Together
 
 GREEDY = {"do_sample": False}
 

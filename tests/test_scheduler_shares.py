@@ -13,9 +13,9 @@ import pytest
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight import Ticket, Together
 from keepsight.core.decoding.forward import LanguageModel
 from keepsight.errors import Busy
-from keepsight.scheduler import Ticket, Together
 from keepsight.system.accounts import under_salt
 
 GREEDY = {"do_sample": False}

@@ -26,10 +26,10 @@ from server_harness import Live, Scripted, answered, live
 from typer.testing import CliRunner
 
 import keepsight as ks
+from keepsight import Ticket
 from keepsight.cli.app import app
 from keepsight.errors import Closed
 from keepsight.report import Piece
-from keepsight.scheduler import Ticket
 from keepsight.server import access as intake
 
 ROOT = Path(ks.__file__).parent.parent

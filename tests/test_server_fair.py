@@ -16,8 +16,8 @@ from server_harness import Live, Scripted, answered, asked, live, uri
 
 import keepsight as ks
 from bench.hostile import flat_png, pdf
+from keepsight import Ticket
 from keepsight.report import Piece, Report, Usage
-from keepsight.scheduler import Ticket
 from keepsight.server.access import network_of
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from server_harness import Live, Scripted, asked, live, scene
 
+from keepsight import Ticket
 from keepsight.report import Piece, Report, Usage
-from keepsight.scheduler import Ticket
 from keepsight.server.access import Caller
 from keepsight.server.config import ServerConfig
 from keepsight.server.service import Service
@@ -33,7 +33,7 @@ class Slow(Scripted):
 
     def prepare(self, messages: Any, on_done: Any = None, **options: Any) -> Ticket:
         ticket = Ticket(on_done=on_done)
-        ticket.awake_with(lambda: ticket.done.is_set() or ticket.end())
+        ticket.wake = lambda: ticket.done.is_set() or ticket.end()
         self.prepared.append(ticket)
         return ticket
 

@@ -14,8 +14,8 @@ from models import build, picture, turn
 from PIL import Image
 
 import keepsight as ks
-from keepsight.core.rendering.messages import kept_notes
 from keepsight.errors import ImageError
+from keepsight.prompt.messages import kept_notes
 
 FORMS: dict[str, Callable[[Path], Any]] = {
     "a path": lambda path: path,

@@ -148,7 +148,7 @@ def ask(
     how = {"runtime": runtime, "weights": weights}
     with load(model, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.typed_pictures import pictures_at  # start-up time
-        from keepsight.core.rendering.render import user_message
+        from keepsight.prompt.messages import user_message
 
         opened = [picture for name in images for _, picture in pictures_at(name)]
         messages = [user_message(question, opened)]
@@ -293,8 +293,8 @@ def verify(
 
     with loading_line("PyTorch"):
         from keepsight.cli.typed_pictures import pictures_at
-        from keepsight.core.verify import certify
         from keepsight.demo.scene import Scene
+        from keepsight.stock.verify import certify
 
     images: list[str | Image] = [p for n in image or [] for _, p in pictures_at(n)]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]

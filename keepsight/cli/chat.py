@@ -22,10 +22,10 @@ from rich.text import Text
 from keepsight.cli.line_editor import line_editor
 from keepsight.cli.terminal import WrittenWords, json_line, plain, report_table, show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
-from keepsight.core.rendering.question import user_turn
 from keepsight.errors import InputError, KeepsightError
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.medium import Medium
+from keepsight.prompt.question import user_turn
 from keepsight.system import private_files
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from keepsight.core.call import Call
 from keepsight.core.decoding.sampling import DEFAULT_CHAT_TOKENS, check_length
-from keepsight.core.rendering.order import Order
+from keepsight.core.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence
 from keepsight.kinds import Message

@@ -25,28 +25,16 @@ def described(runtime: Runtime) -> str:
     return f"{named}, {dtype} on {model.device}{', closed' if runtime.closed else ''}"
 
 
-class DisplayedModel:
-    """Shows an object that holds a model: its name, and what each tier holds."""
-
-    runtime: Runtime
-
-    def stats(self) -> Record:
-        """Return bytes per tier."""
-        return self.runtime.stats()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {described(self.runtime)}>"
-
-    def _repr_html_(self) -> str:
-        stats = self.stats()
-        features, prefix, store = stats["features"], stats["prefix"], stats.get("store")
-        rows = [
-            ("features in memory", bytes_text(features["bytes"]), _of(features["budget"])),
-            ("prefixes in memory", bytes_text(prefix["bytes"]), _of(prefix.get("budget"))),
-        ]
-        if store is not None:
-            rows.append(("store", bytes_text(store.get("bytes") or 0), _of(store.get("budget"))))
-        return html.paragraph(repr(self)[1:-1]) + html.table(rows)
+def model_as_html(shown: str, stats: Record) -> str:
+    """A model as a table: what each tier holds."""
+    features, prefix, store = stats["features"], stats["prefix"], stats.get("store")
+    rows = [
+        ("features in memory", bytes_text(features["bytes"]), _of(features["budget"])),
+        ("prefixes in memory", bytes_text(prefix["bytes"]), _of(prefix.get("budget"))),
+    ]
+    if store is not None:
+        rows.append(("store", bytes_text(store.get("bytes") or 0), _of(store.get("budget"))))
+    return html.paragraph(shown) + html.table(rows)
 
 
 def history(messages: list[Message]) -> str:

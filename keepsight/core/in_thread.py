@@ -12,13 +12,7 @@ import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from functools import partial
-from typing import Unpack
 
-from keepsight.core.rendering.question import user_turn
-from keepsight.core.signatures import shows
-from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
-from keepsight.media.medium import Pictures
 from keepsight.report import Piece, Reply
 
 
@@ -64,29 +58,3 @@ async def gathered(pieces: AsyncGenerator[Piece, None]) -> Reply:
     """Collect the whole answer; cancelling the task cancels it."""
     async with aclosing(pieces):
         return Reply.of([piece async for piece in pieces])
-
-
-class AsyncAnswers:
-    """The calls of a model that answer, for programs with an event loop."""
-
-    def stream(self, messages: list[Message], **options: Unpack[Generating]) -> Iterator[Piece]:
-        """Yield the answer piece by piece; the model runs in a thread for this call."""
-        raise NotImplementedError
-
-    @shows(Answering)
-    def astream(
-        self, messages: list[Message], **options: Unpack[Generating]
-    ) -> AsyncGenerator[Piece, None]:
-        """`stream` for `async for`; the answer is computed in its own thread."""
-        return in_thread(partial(self.stream, messages, **options))
-
-    @shows(Answering)
-    async def achat(self, messages: list[Message], **options: Unpack[Generating]) -> Reply:
-        """`chat` for `await`; cancelling the task cancels the answer."""
-        return await gathered(self.astream(messages, **options))
-
-    @shows(Asking)
-    async def aask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
-        """`ask` for `await`."""
-        left: Options = dict(options)
-        return await self.achat([user_turn(given, left, True)], **left)

@@ -17,7 +17,7 @@ from typing import TypeGuard
 
 from keepsight.core.answer import asked, read
 from keepsight.core.call import Call
-from keepsight.core.rendering.order import Order
+from keepsight.core.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence
 from keepsight.errors import ImageError, StoreError

@@ -19,7 +19,6 @@ from keepsight.core.decoding.state import Shape
 from keepsight.core.engine import Engine
 from keepsight.core.kernels import grouped as attention
 from keepsight.core.kernels import passes
-from keepsight.core.rendering.render import Name, Renderer
 from keepsight.core.settings import (
     RuntimeSettings,
     image_options,
@@ -42,6 +41,7 @@ from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
+from keepsight.prompt.render import Name, Renderer
 from keepsight.store import Store
 from keepsight.system.accounts import account_of
 from keepsight.system.lock import FairLock, Mutex

@@ -26,7 +26,6 @@ from PIL import Image
 from pydantic import BaseModel
 
 from keepsight import digests
-from keepsight.core.rendering.lengths import characters
 from keepsight.errors import FileError, ImageError
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
@@ -35,6 +34,7 @@ from keepsight.kinds import Options, Record
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import Source, decode_bytes, from_base64
 from keepsight.media.video_files import MAX_FRAMES
+from keepsight.prompt.lengths import characters
 from keepsight.server import schema
 from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused

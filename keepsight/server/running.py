@@ -21,9 +21,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from keepsight.core.together import Together
 from keepsight.errors import InputError, KeepsightError
 from keepsight.kinds import Options
-from keepsight.scheduler import Together
 from keepsight.server import log
 from keepsight.server.app import build
 from keepsight.server.config import ServerConfig

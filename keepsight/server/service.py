@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic.main import IncEx
 
-from keepsight.core.rendering.lengths import characters
+from keepsight.core.together import Together
 from keepsight.kinds import Message, Record
+from keepsight.prompt.lengths import characters
 from keepsight.report import Report
-from keepsight.scheduler import Together
 from keepsight.server import schema
 from keepsight.server.access import BodyIntake, Caller, Callers, Visit
 from keepsight.server.config import ServerConfig

@@ -20,10 +20,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from keepsight.core.together import Ticket, Together
 from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
-from keepsight.scheduler import Ticket, Together
 from keepsight.server.access import Visit, to_api_error
 from keepsight.server.errors import ApiError
 from keepsight.server.parser import OutputParser, OutputPiece

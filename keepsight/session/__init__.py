@@ -1,4 +1,5 @@
-"""Conversations that keep their history, are saved, and watch videos. May import core and below."""
+"""Conversations that keep their history, are saved, and watch videos; prepared prefixes. May import
+stock and below."""
 
 from keepsight.session.session import Session
 

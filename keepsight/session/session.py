@@ -16,8 +16,6 @@ from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import described, history, history_as_html
 from keepsight.core.in_thread import gathered, in_thread
-from keepsight.core.rendering.messages import kept_notes
-from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
 from keepsight.core.signatures import shows
 from keepsight.errors import InputError
@@ -26,6 +24,8 @@ from keepsight.media.features import Vision
 from keepsight.media.live import Frames
 from keepsight.media.medium import MEDIA, Pictures
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.messages import kept_notes
+from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
 from keepsight.session.watching import WatchedVideo

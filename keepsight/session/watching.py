@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from keepsight.core.rendering.render import user_message
 from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.kinds import Message, Record
 from keepsight.media.clips import is_rate
 from keepsight.media.live import Frames, frames_of
+from keepsight.prompt.messages import user_message
 from keepsight.report import Piece, Reply
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 import keepsight as ks
-from keepsight.core.stock.generate import Generated
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.renamed import RETURNED
+from keepsight.stock.generate import Generated
 from keepsight.vlm import VLM
 from support.common import expect, gone, swapped_in
 from support.prompts import Messages, answered, logits_of, noise, once, pictures_of, turn

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from keepsight import digests
-from keepsight.core.rendering.render import user_message
-from keepsight.core.stock.generate import Generated
 from keepsight.kinds import Message
+from keepsight.prompt.messages import user_message
+from keepsight.stock.generate import Generated
 
 if TYPE_CHECKING:
     from keepsight.media.medium import Picture

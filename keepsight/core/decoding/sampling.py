@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from keepsight.core.decoding.stops import StopStrings, stop_strings
-from keepsight.core.rendering.lengths import context_length
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
 from keepsight.kinds import Options
 from keepsight.models import upstream
+from keepsight.prompt.lengths import context_length
 
 # Options of GenerationConfig that this engine cannot serve, with their neutral values.
 _REFUSED: dict[str, tuple[object, ...]] = {

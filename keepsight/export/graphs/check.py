@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight.core.stock.inputs import stock_inputs
 from keepsight.kinds import Message, Record
+from keepsight.stock.inputs import stock_inputs
 from keepsight.vlm import VLM, load
 
 _SIZES = ((96, 96), (160, 96), (96, 224))

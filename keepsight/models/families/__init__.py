@@ -106,7 +106,7 @@ _BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Mistral3
 
 def family_of(model: PreTrainedModel) -> Family:
     """The family of a model. For an unlisted type it is not `proven`: the caller must try it first
-    (core/trials/probe.py)."""
+    (stock/probe.py)."""
     model_type = getattr(model.config, "model_type", "?")
     if getattr(model, "thinker", None) is not None:
         raise UnsupportedModel(

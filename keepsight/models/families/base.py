@@ -60,7 +60,7 @@ class Family:
     #   "same media"    cuts only after the last medium: a later medium changes what is before
     #   "whole prompt"  only the identical prompt: all its tokens attend to each other.
     reuse = "prefix"
-    proven = True  # False for a type not yet shown exact: core/trials/probe.py tries it first
+    proven = True  # False for a type not yet shown exact: stock/probe.py tries it first
     feeds_stock = True  # whether stock `generate` accepts features, as `vlm.inputs` gives them
     packages_only = ""  # what kind of model makes packages but answers no prompts
     decodes_together = True  # False if padding a batch changes a row's result

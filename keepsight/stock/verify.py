@@ -16,16 +16,16 @@ from PIL import Image
 
 from keepsight.core.answer import read
 from keepsight.core.call import Call
-from keepsight.core.rendering.render import user_message
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Reading
-from keepsight.core.stock.inputs import stock_inputs
 from keepsight.core.tolerance import tolerance_of
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source
 from keepsight.models.blindfold import watched
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.messages import user_message
+from keepsight.stock.inputs import stock_inputs
 
 
 @dataclass
@@ -125,16 +125,17 @@ def certify(
 ) -> Certificate:
     """Check a checkpoint as `FamilyTests` of our tests does: prompts continued with text and
     with a new picture, warm, cold and stock, and controls that must differ."""
-    first = [_user(question, images[0])]
-    goes_on = [*first, _said("It is."), _user("And what else can be seen?")]
-    compared = [*goes_on, _said("Nothing."), _user("Compare it with this.", *images[1:])]
+    first = [user_message(question, images[0])]
+    goes_on = [*first, _said("It is."), user_message("And what else can be seen?")]
+    last = user_message("Compare it with this.", list(images[1:]))
+    compared = [*goes_on, _said("Nothing."), last]
     prompts = {"a first prompt": first, "a text turn behind it": goes_on}
     if images[1:]:
         prompts["new pictures behind that"] = compared
     found = {name: verify(runtime, talk, True, tenant) for name, talk in prompts.items()}
     checks = [check for name, one in found.items() for check in _checked(name, one)]
     before = runtime.stats()["features"]["encoded"]
-    verify(runtime, [_user("Something new in front.", *images)], False, tenant)
+    verify(runtime, [user_message("Something new in front.", list(images))], False, tenant)
     again = runtime.stats()["features"]["encoded"] - before
     checks.append(Check("known pictures are not encoded again", again == 0, float(again)))
     checks += _tower(runtime, compared if images[1:] else first, tenant)
@@ -182,10 +183,8 @@ def _controls(
 ) -> list[Check]:
     """Controls that must differ: without them equal results could come from ignoring the input."""
     right = _fresh_logits(runtime.fresh(), first, tenant)
-    turned = _upside_down(image)
-    other = float(
-        (right - _fresh_logits(runtime.fresh(), [_user(question, turned)], tenant)).abs().max()
-    )
+    turned = [user_message(question, _upside_down(image))]
+    other = float((right - _fresh_logits(runtime.fresh(), turned, tenant)).abs().max())
     family = copy.copy(runtime.family)
     true = runtime.family.positions
 
@@ -220,10 +219,6 @@ def _upside_down(image: object) -> Decoded:
     return Image.fromarray(255 - pixels[::-1]) if pixels.shape[-1] == 3 else 255 - pixels
 
 
-def _user(text: str, *images: object) -> Message:
-    return user_message(text, list(images))
-
-
 def _said(text: str) -> Message:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
@@ -232,16 +227,14 @@ def verify(
     runtime: Runtime, messages: list[Message], stock: bool, tenant: str = ""
 ) -> Verification:
     """Prefill cold with nothing remembered, then warm, and compare."""
-    fresh = runtime.fresh()
+    cold = _fresh_logits(runtime.fresh(), messages, tenant)
     runtime.refresh(tenant=tenant)
-    fresh.refresh(tenant=tenant)
     prompt = runtime.render(messages, _call(tenant))
-    cold, _ = _last_logits(fresh, fresh.render(messages, _call(tenant)), tenant)
     _last_logits(runtime, prompt, tenant)  # everything is remembered from here on
     warm, cached = _last_logits(runtime, prompt, tenant)
     found = Verification(
-        equal=torch.equal(cold, warm),
-        max_difference=float((cold.float() - warm.float()).abs().max()),
+        equal=torch.equal(cold, warm.float()),
+        max_difference=float((cold - warm.float()).abs().max()),
         prompt_tokens=len(prompt),
         cached_tokens=cached,
         tolerance=tolerance_of(runtime.model) * float(cold.abs().max()),

@@ -7,18 +7,15 @@ a rendered conversation was written by the template, one per image, and their ra
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.control_tokens import END, ControlTokens, unmarked
-from keepsight.core.rendering.encodings import Encodings, tokenizer_state
-from keepsight.core.rendering.lengths import Lengths
-from keepsight.core.rendering.messages import parse_messages
 from keepsight.errors import (
     InputError,
     MessagesError,
@@ -31,13 +28,12 @@ from keepsight.media.medium import Medium
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.control_tokens import END, MARKED, ControlTokens
+from keepsight.prompt.encodings import Encodings, tokenizer_state
+from keepsight.prompt.lengths import Lengths
+from keepsight.prompt.messages import parse_messages
 from keepsight.system.words import check_text
 
-# A short conversation that shows which tokens a template writes for turns.
-_PROBES: tuple[list[Message], ...] = tuple(
-    [{"role": role, "content": content} for role in ("user", "assistant", "user")]
-    for content in ("x", [{"type": "text", "text": "x"}])
-)
 Name = Callable[[object, str], Medium]  # makes a medium of a part's value and modality
 
 
@@ -51,15 +47,16 @@ class Renderer:
         self.tokenizer = processor.tokenizer
         self.template = _template_of(processor, chat_template)
         to_token = self.tokenizer.convert_ids_to_tokens
-        self._placeholders: dict[str, str] = {
-            kind: to_token(token) for kind, token in family.placeholders.items()
-        }
+        self._placeholders = {kind: to_token(token) for kind, token in family.placeholders.items()}
         # What the template writes for a medium -> the processor's placeholder.
-        self._words = {kind: self._word(kind) for kind in self._placeholders}
+        named = {kind: getattr(processor, f"{kind}_token", None) for kind in self._placeholders}
+        self._words: dict[str, str] = {
+            kind: word if isinstance(word, str) and word else self._placeholders[kind]
+            for kind, word in named.items()
+        }
         more = {*self._words.values(), *self._placeholders.values()}
         self.tokens = ControlTokens(self.template, self.tokenizer, more)
         self.encodings = Encodings(self.tokenizer, self.tokens)
-        self._turns: frozenset[str] | None = None
         shared = os.path.commonprefix([*self._words.values()])  # noqa: RUF071 - found fast
         rests = ((kind, re.escape(word[len(shared) :])) for kind, word in self._words.items())
         either = "|".join(f"(?P<{kind}>{rest})" for kind, rest in rests)
@@ -82,10 +79,6 @@ class Renderer:
         media, special = dict(self._family.placeholders), tokenizer.special_tokens_map
         return (tokenizer, *said, media, special, *tokenizer_state(tokenizer))
 
-    def _word(self, kind: str) -> str:
-        word = getattr(self._processor, f"{kind}_token", None)
-        return word if isinstance(word, str) and word else self._placeholders[kind]
-
     def render(
         self,
         messages: list[Message],
@@ -102,7 +95,7 @@ class Renderer:
         message; with `add_generation_prompt=False` the model writes its own start of an answer.
         """
         clean, given = self.read(messages, template)
-        named = ((kind, name(medium, kind)) for kind, medium in given)
+        named = [(kind, name(medium, kind)) for kind, medium in given]
         return self.rendered(clean, named, generate, tenant, template)
 
     def read(
@@ -121,7 +114,7 @@ class Renderer:
     def rendered(
         self,
         clean: list[Message],
-        media_of_kinds: Iterable[tuple[str, Medium]],
+        named: list[tuple[str, Medium]],
         generate: bool,
         tenant: str | None,
         template: Record,
@@ -132,20 +125,35 @@ class Renderer:
         generate = generate and not template.get("continue_final_message")
         text = self._apply(clean, template, generate)
         check_text(text, "the conversation")
-        named = list(media_of_kinds)
         text = self._family.prompt_text(self._processor, text, self._written)
+        # Each image's own text comes at its place, with one placeholder for a whole run.
         spots = list(self._written.finditer(text))
         media = _in_order(spots, named)
-        text, runs = self._insert(text, spots, media)
+        parts: list[str] = []
+        runs: list[tuple[int, int]] = []  # number of a medium, length
+        cursor = 0
+        for j, (spot, medium) in enumerate(zip(spots, media, strict=True)):
+            parts.append(text[cursor : spot.start()])
+            cursor = spot.end()
+            for part in self._family.placed(medium.layout, j):
+                if isinstance(part, int):
+                    runs.append((j, part))
+                    part = self._placeholders[medium.modality]
+                else:
+                    self._check_layout(part)
+                parts.append(part)
+        text = "".join([*parts, text[cursor:]])
         self.lengths.check_rendered(text, self.tokenizer)
         ids = self.encodings.encode(text, tenant)
-        return self._expand(ids, runs, media, unmarked(text))
+        return self._expanded(ids, runs, media, MARKED.sub(r"\1", text))
 
     def _apply(self, messages: list[Message], options: Record, generate: bool) -> str:
         """The text of a conversation; what a caller typed as a control token is marked."""
+        applies = getattr(self.tokenizer.apply_chat_template, "__func__", None)
         try:
             messages, options = self.tokens.broken(messages, options)
-            if not options and all(map(_is_simple, messages)) and self._is_stock():
+            stock = applies is PreTrainedTokenizerBase.apply_chat_template
+            if stock and not options and all(map(_is_simple, messages)):
                 text = upstream.rendered(self.template, self.tokenizer, messages, generate)
             else:
                 text = self.tokenizer.apply_chat_template(
@@ -159,44 +167,27 @@ class Renderer:
             raise MessagesError(f"the chat template refused the messages: {error}") from error
         return self.tokens.marked(text)
 
-    def _is_stock(self) -> bool:
-        apply = getattr(self.tokenizer.apply_chat_template, "__func__", None)
-        return apply is PreTrainedTokenizerBase.apply_chat_template
-
     def _check_layout(self, text: str) -> None:
         """Refuse control tokens of turns in the layout that a package gives for its medium."""
-        found = self.tokens.find.findall(text)
-        if found and self._turns is None:
-            texts = [self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""]
-            for probe in _PROBES:
-                with contextlib.suppress(MessagesError):  # it takes no such conversation
-                    texts.append(self._apply(probe, {}, True))
-            self._turns = frozenset(t for one in texts for t in self.tokens.find.findall(one))
-        for token in found:
-            if self._turns and token in self._turns:
+        for token in self.tokens.find.findall(text):
+            if token in self._turns:
                 raise InputError(
                     f"the layout of a package would write {token!r} into the prompt, which only "
                     "the chat template may; encode the image again"
                 )
 
-    def _insert(
-        self, text: str, spots: list[re.Match[str]], media: tuple[Medium, ...]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Put each image's own text at its place, with one placeholder for a whole run."""
-        parts, runs, cursor = [], [], 0
-        for j, (spot, medium) in enumerate(zip(spots, media, strict=True)):
-            parts.append(text[cursor : spot.start()])
-            cursor = spot.end()
-            for part in self._family.placed(medium.layout, j):
-                if isinstance(part, int):
-                    runs.append((j, part))
-                    part = self._placeholders[medium.modality]
-                else:
-                    self._check_layout(part)
-                parts.append(part)
-        return "".join([*parts, text[cursor:]]), runs
+    @functools.cached_property
+    def _turns(self) -> frozenset[str]:
+        """The control tokens that the template writes for turns, seen in a short conversation."""
+        texts = [self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""]
+        for said in ("x", [{"type": "text", "text": "x"}]):
+            roles = ("user", "assistant", "user")
+            with contextlib.suppress(MessagesError):  # it takes no such conversation
+                talk: list[Message] = [{"role": role, "content": said} for role in roles]
+                texts.append(self._apply(talk, {}, True))
+        return frozenset(token for text in texts for token in self.tokens.find.findall(text))
 
-    def _expand(
+    def _expanded(
         self, ids: np.ndarray, runs: list[tuple[int, int]], media: tuple[Medium, ...], text: str
     ) -> Prompt:
         """Expand each placeholder to the length of its run; from here on the ranges are known."""
@@ -213,18 +204,6 @@ class Renderer:
             end = int(ends[spot])
             ranges[j].append((end - count, end))
         return Prompt(np.repeat(ids, counts), media, tuple(map(tuple, ranges)), text)
-
-
-def user_message(text: object, images: object = None) -> Message:
-    """One user turn: pictures first, then the text."""
-    if images is None:
-        images = []
-    elif not isinstance(images, list | tuple):
-        images = [images]
-    parts: list[Record] = [{"type": "image", "image": image} for image in images]
-    if not isinstance(text, str):
-        raise InputError(f"the question is a {type(text).__name__}, expected a string")
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def _is_simple(message: Message) -> bool:

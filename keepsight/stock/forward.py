@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.features import pixels_in, with_features
 from keepsight.errors import KeepsightError, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.models.fingerprint.stock import OUR_HOOK
 from keepsight.report import Report
+from keepsight.stock.inputs import pixels_in, with_features
 
 Given = tuple[tuple[object, ...], Options]
 _FLAG = "_forward_pre_hooks_with_kwargs"

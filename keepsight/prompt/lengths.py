@@ -60,10 +60,7 @@ class Lengths:
 
     def check(self, *given: object) -> None:
         """Refuse texts that cannot fit, however they are spelled."""
-        self.check_count(characters(given))
-
-    def check_count(self, count: int) -> None:
-        """Refuse this many characters if they cannot fit."""
+        count = characters(given)
         if self.limit is not None and count > self.limit and count > self.limit * self.longest:
             raise PromptTooLong(
                 f"the texts have {count} characters, the model's context is {self.limit} tokens of "

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.core.rendering.control_tokens import END, MARKED, START, ControlTokens, any_of
 from keepsight.errors import MessagesError
 from keepsight.models import upstream
+from keepsight.prompt.control_tokens import END, MARKED, START, ControlTokens, any_of
 
 _BUDGET = 16 << 20  # bytes of parts, of all tenants
 _BESIDES = 512  # approximate bytes of a part beside its text and ids
@@ -58,22 +58,30 @@ class Encodings:
         """The ids of a text with marked control tokens; without a tenant nothing is remembered."""
         bos = self._tokenizer.bos_token
         begun = bos is not None and text.startswith(bos)
+        lead = [] if begun else self._start
         if not self._seams and START not in text:
             ids = self._tokenizer(text, add_special_tokens=not begun)["input_ids"]
-            return self._checked(text, ids, [] if begun else self._start)
-        lead = [] if begun else self._start
-        parts = self._parts(text)
+            return self._checked(text, ids, lead)
+        parts = self._parts(text) if self._seams else [text]
+        if not self._seams:  # whole texts do not come again
+            tenant = None
         known: dict[str, np.ndarray] = {}
         if tenant is not None:
             with self._lock:
                 for part in parts:
-                    if (ids := self._kept.get((tenant, part))) is not None:
+                    if (made := self._kept.get((tenant, part))) is not None:
                         self._kept.move_to_end((tenant, part))
-                        known[part] = ids
+                        known[part] = made
         new = [part for part in dict.fromkeys(parts) if part not in known]
         known.update(zip(new, self._made(new), strict=True))
         if tenant is not None:
-            self._keep(tenant, {part: known[part] for part in new})
+            with self._lock:
+                for part in new:
+                    if (tenant, part) not in self._kept:
+                        self._kept[tenant, part] = known[part]
+                        self.nbytes += _size(part, known[part])
+                while self.nbytes > _BUDGET:
+                    self._drop(next(iter(self._kept)))
         return np.concatenate([np.asarray(lead, dtype=np.int64), *(known[part] for part in parts)])
 
     def clear(self, tenant: str | None = None) -> None:
@@ -85,32 +93,19 @@ class Encodings:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _keep(self, tenant: str, made: dict[str, np.ndarray]) -> None:
-        if not self._seams:  # whole texts do not come again
-            return
-        with self._lock:
-            for part, ids in made.items():
-                if (tenant, part) not in self._kept:
-                    self._kept[tenant, part] = ids
-                    self.nbytes += _size(part, ids)
-            while self.nbytes > _BUDGET:
-                self._drop(next(iter(self._kept)))
-
     def _drop(self, key: tuple[str, str]) -> None:
         self.nbytes -= _size(key[1], self._kept.pop(key))
 
     def _parts(self, text: str) -> list[str]:
         """The text, cut before each token where it may be cut."""
-        if not self._seams:
-            return [text]
         first, *others = self._split.split(text)
-        parts = [[first]]
+        parts = [first]
         for token, behind in zip(others[::2], others[1::2], strict=True):
             if token in self._seams:
-                parts.append([token, behind])
+                parts.append(token + behind)
             else:
-                parts[-1] += [token, behind]
-        return ["".join(part) for part in parts if part != [""]]
+                parts[-1] += token + behind
+        return [part for part in parts if part]
 
     def _made(self, parts: list[str]) -> list[np.ndarray]:
         """The ids of parts, without what the tokenizer puts before a text."""
@@ -141,9 +136,8 @@ class Encodings:
         tokenizer = self._tokenizer
         if not self._seams or not type(tokenizer).__module__.startswith("transformers."):
             return False
-        name = min(self._seams)
         befores = [f"a{beside}" for beside in _BESIDE]
-        behinds = [f"{name}{beside}b" for beside in _BESIDE]
+        behinds = [f"{min(self._seams)}{beside}b" for beside in _BESIDE]
         wholes = [before + behind for before in befores for behind in behinds]
         first = tokenizer(befores, add_special_tokens=False)["input_ids"]
         last = tokenizer(behinds, add_special_tokens=False)["input_ids"]

@@ -12,9 +12,9 @@ import re
 
 from PIL import Image
 
-from keepsight.core.rendering.render import user_message
 from keepsight.errors import InputError, UnknownOption
 from keepsight.kinds import Message, Options, Record
+from keepsight.prompt.messages import user_message
 
 _MEANT = {
     **dict.fromkeys(("image", "picture", "pictures", "img", "imgs", "photo", "file"), "images"),

@@ -50,47 +50,53 @@ class ControlTokens:
     def __init__(
         self, source: str, tokenizer: PreTrainedTokenizerBase, more: Iterable[str] = ()
     ) -> None:
-        tree = _parsed(source)
+        try:
+            tree = upstream.parsed_template(source)
+        except jinja2.TemplateSyntaxError:  # rendering will report it
+            tree = nodes.Template([])
         texts = {*(n.data for n in tree.find_all(nodes.TemplateData)), *_constants(tree)}
-        found = {*_names(tokenizer, texts), *more}
+        listed = set(getattr(tokenizer, "chat_control_tokens", None) or ())
+        written = "\0".join(texts)
+        added = tokenizer.added_tokens_decoder.values()
+        found = {t.content for t in added if t.special or t.content in listed}
+        found |= {t.content for t in added if t.content in written}
+        found |= {*tokenizer.all_special_tokens, *more}
         # A single character occurs in ordinary text, even if a tokenizer calls it special.
-        self.names = sorted(n for n in found if len(n) > 1 and not n.isspace())
-        self.find = re.compile(any_of(self.names) or "(?!)")
-        ids = {name: tokenizer.convert_tokens_to_ids(name) for name in self.names}
+        names = sorted(n for n in found if len(n) > 1 and not n.isspace())
+        self.find = re.compile(any_of(names) or "(?!)")
+        ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
         self.ids = {n: i for n, i in ids.items() if i not in (None, tokenizer.unk_token_id)}
-        edges = {c for n in self.names for c in (n[0], n[-1]) if not c.isalnum()}
-        words = [n for n in self.names if not edges & {n[0], n[-1]}]
-        self._marks = any_of({*edges, *words}) or "(?!)"
-        self._put = re.compile(self._marks)
+        edges = {c for n in names for c in (n[0], n[-1]) if not c.isalnum()}
+        marks = any_of({*edges, *(n for n in names if not edges & {n[0], n[-1]})}) or "(?!)"
         # Thoughts that a template looks for in an answer are found there, as in stock.
         sought = {n for text in _sought(tree) for n in self.find.findall(text)}
         sought -= {*tokenizer.all_special_tokens, *more}
-        self._put_in_answers = re.compile(f"({any_of(sought) or '(?!)'})|{self._marks}")
-        self._gaps = _gaps(self.names, texts)
+        self._put = partial(self._text, re.compile(marks))
+        self._put_in_answers = partial(
+            self._text, re.compile(f"({any_of(sought) or '(?!)'})|{marks}")
+        )
+        self._gaps = _gaps(names, texts)
         self._known = texts | {n.attr for n in tree.find_all(nodes.Getattr)}
 
     def broken(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[Any, Any]:
         """Messages and options with breaks in everything that a caller gives."""
-        options = dict(options)
         if isinstance(tools := options.get("tools"), list | tuple):
-            options["tools"] = [_schema(tool) for tool in tools]
-        everywhere = partial(self._text, self._put)
-        in_answers = partial(self._text, self._put_in_answers)
-
-        def put(message: Message) -> Record:
-            made: Record = {}
+            schema = transformers.utils.get_json_schema
+            options = {**options, "tools": [schema(t) if callable(t) else t for t in tools]}
+        made = []
+        for message in messages:
+            answers = message["role"] in _ANSWERS
+            new: Record = {}
             for name, value in message.items():
-                if name == "content":
-                    answers = message["role"] in _ANSWERS
-                    made[name] = _content(in_answers if answers else everywhere, value)
-                elif name == "role" and value in _ROLES:
-                    made[name] = value
+                if name == "role" and value in _ROLES:
+                    new[name] = value
                 else:
-                    made[everywhere(name)] = _each(everywhere, value)
-            return made
-
-        more = {name: _each(everywhere, value) for name, value in options.items()}
-        return [put(message) for message in messages], more
+                    in_answer = answers and name == "content"
+                    new[self._put(name)] = _each(
+                        self._put_in_answers if in_answer else self._put, value
+                    )
+            made.append(new)
+        return made, {name: _each(self._put, value) for name, value in options.items()}
 
     def _text(self, pattern: re.Pattern[str], text: str) -> str:
         if not text.isascii():
@@ -110,11 +116,6 @@ class ControlTokens:
             made += [self.find.sub(f"{START}\\g<0>{END}", plain), text[start:end]]
             cursor = end
         return "".join(made)
-
-
-def unmarked(text: str) -> str:
-    """A text without Transformers' markers."""
-    return MARKED.sub(r"\1", text) if START in text else text
 
 
 def any_of(words: Iterable[str]) -> str:
@@ -137,15 +138,6 @@ def _with_breaks(found: re.Match[str]) -> str:
     return f"{BREAK}{found[0][0]}{BREAK}{found[0][1:]}"
 
 
-def _content(change: Callable[[str], str], content: Any) -> Any:
-    """Content with its texts changed; the types of its parts are ours."""
-    if isinstance(content, str):
-        return change(content)
-    if not isinstance(content, list):
-        return _each(change, content)
-    return [{**p, "text": change(p["text"])} if "text" in p else p for p in content]
-
-
 def _each(change: Callable[[str], str], value: Any) -> Any:
     """Data with every string changed, names of fields too."""
     if isinstance(value, str):
@@ -157,18 +149,6 @@ def _each(change: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_each(change, inside) for inside in value]
     return _each(change, upstream.plain_data(value))
-
-
-def _schema(tool: Any) -> Any:
-    """A tool as a record, also one given as a function."""
-    return transformers.utils.get_json_schema(tool) if callable(tool) else tool
-
-
-def _parsed(source: str) -> nodes.Template:
-    try:
-        return upstream.parsed_template(source)
-    except jinja2.TemplateSyntaxError:  # rendering will report it
-        return nodes.Template([])
 
 
 def _constants(tree: nodes.Node) -> Iterator[str]:
@@ -198,13 +178,3 @@ def _gaps(names: list[str], texts: set[str]) -> str:
         for j in range(i + 1, len(name))
         if name[j:] in starts
     )
-
-
-def _names(tokenizer: PreTrainedTokenizerBase, texts: set[str]) -> Iterator[str]:
-    """Special tokens, and other added tokens that the template writes or the tokenizer lists."""
-    listed = set(getattr(tokenizer, "chat_control_tokens", None) or ())
-    written = "\0".join(texts)
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special or token.content in listed or token.content in written:
-            yield token.content
-    yield from tokenizer.all_special_tokens

@@ -12,32 +12,23 @@ import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from keepsight.core.answer import answer, asked, read
 from keepsight.core.call import Call
-from keepsight.core.rendering.messages import kept_notes, parse_messages
-from keepsight.core.rendering.question import user_turn
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.kinds import Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.messages import kept_notes, parse_messages, with_media
+from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply, Report
-
-
-class History(Protocol):
-    """Messages that can be saved, such as a session's."""
-
-    messages: list[Message]
-    notes: list[str]
-
-    def save(self, path: str | Path) -> Path: ...
+from keepsight.session.session import Session
+from keepsight.stock.generate import Generated, GenerateRequest, request, run
 
 
 class Prefix:
@@ -46,7 +37,7 @@ class Prefix:
     def __init__(
         self,
         runtime: Runtime,
-        history: History,
+        history: Session,
         call: Call,
         messages: list[Message] | None = None,
     ) -> None:
@@ -132,10 +123,12 @@ class Prefix:
         with runtime.lock:
             self._require_open()
             if runtime.refresh(self._call.tenant) != self._namespace:
-                self._prompt = self._render()
+                messages = self._history.messages
+                self._prompt = runtime.render(messages, self._call, generate=False)
             positions = options.get("position_ids")
             order = request(runtime, inputs, options, self._call.tenant)
-            behind = [not self._begins(prompt) for prompt in order.prompts]
+            mine = self._prompt.ids  # a whole conversation starts with it
+            behind = [not np.array_equal(one.ids[: len(mine)], mine) for one in order.prompts]
             if any(behind):
                 if not all(behind):
                     raise InputError("some rows are whole conversations and some are queries alone")
@@ -147,10 +140,6 @@ class Prefix:
         found = run(runtime, order)
         self._renewed()
         return found
-
-    def _begins(self, prompt: Prompt) -> bool:
-        """Whether a prompt is a conversation that starts with this prefix."""
-        return np.array_equal(prompt.ids[: self.tokens], self._prompt.ids)
 
     def _put_behind(self, asked: GenerateRequest) -> None:
         start = int(self._prompt.ids[0])
@@ -168,24 +157,21 @@ class Prefix:
 
     # -- held snapshots ---------------------------------------------------------------------------
 
-    def _render(self) -> Prompt:
-        return self._runtime.render(self._history.messages, self._call, generate=False)
-
     def _require_open(self) -> None:
         if self._closed:
             raise InputError("this prefix is closed; make a new one with vlm.prefix")
         self._runtime.require_open()
 
-    def _renewed(self) -> Report:
+    def _renewed(self) -> None:
         """Prefill and hold what is not: everything at first; later only what was forgotten or made
         invalid by a changed model."""
         runtime, tenant = self._runtime, self._call.tenant
         with runtime.lock:
             held = self._held is not None and not self._held.gone
             if held and runtime.refresh(tenant) == self._namespace:
-                return self.report
+                return
             if self._closed or runtime.closed:  # meanwhile
-                return self.report
+                return
             seq = asked(runtime, self._history.messages, self._call, answers=False, generate=False)
             seq.keeps_node = True
             read(runtime, seq)
@@ -197,7 +183,6 @@ class Prefix:
                 runtime.tree.release(seq.node)
             self._prompt, self._namespace = seq.prompt, seq.namespace
             self.report = seq.report()
-            return self.report
 
     def _let_go(self) -> None:
         held, self._held = self._held, None
@@ -256,10 +241,5 @@ def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Messa
         runtime.require_open()
         runtime.refresh(tenant=tenant)
         vision = runtime.vision_of(tenant)
-        media = iter([(kind, vision.name(thing, kind, keep=True)) for kind, thing in given])
-    for message in clean:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if part["type"] != "text":
-                kind, medium = next(media)
-                part[kind] = medium
-    return clean
+        media = [vision.name(thing, kind, keep=True) for kind, thing in given]
+    return with_media(clean, media)

@@ -25,11 +25,9 @@ import torch
 import transformers
 from PIL import Image
 
-from keepsight.core.rendering.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.core.settings import RuntimeSettings
-from keepsight.core.stock.generate import Generated, generate
 from keepsight.core.tolerance import NEAR
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.kinds import Inputs, Processor, Record
@@ -38,6 +36,8 @@ from keepsight.models.families import Family
 from keepsight.models.tested import TESTED
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.render import Renderer
+from keepsight.stock.generate import Generated, generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,15 +9,15 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from keepsight.errors import ImageError, MessagesError
+from keepsight.errors import ImageError, InputError, MessagesError
 from keepsight.kinds import Message, Record
-from keepsight.media.medium import Medium
+from keepsight.media.medium import MEDIA, Medium
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Part types and the fields that hold their data. The family decides which modalities a model takes.
-_MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_DIALECTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "video": (("video", "video_url", "input_video"), ("video", "video_url")),
     "audio": (("audio", "audio_url", "input_audio"), ("audio", "audio_url", "input_audio")),
     "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
@@ -27,14 +27,17 @@ _SECRET = re.compile(r"(?<=://)[^/@]*@|\?.*")  # of an address: a user with a pa
 _ANY = ("url", "path")  # fields that do not tell their modality; without a type, an image
 
 
+def user_message(text: object, images: object = None) -> Message:
+    """One user turn: pictures first, then the text."""
+    given = images if isinstance(images, list | tuple) else [] if images is None else [images]
+    if not isinstance(text, str):
+        raise InputError(f"the question is a {type(text).__name__}, expected a string")
+    parts = [{"type": "image", "image": image} for image in given]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
 def parse_messages(messages: object) -> tuple[list[Message], list[tuple[str, object]]]:
     """Messages as the template wants them, and the media in order of appearance."""
-    media: list[tuple[str, object]] = []
-    return [parse_message(one, i, media) for i, one in enumerate(listed(messages))], media
-
-
-def listed(messages: object) -> Sequence[object]:
-    """A conversation as a list of messages; one message becomes a list of one."""
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list | tuple) or not messages:
@@ -42,22 +45,40 @@ def listed(messages: object) -> Sequence[object]:
             "expected a list of messages like "
             "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
         )
-    return messages
+    clean: list[Message] = []
+    media: list[tuple[str, object]] = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise MessagesError(f"message {i} is not a dict with a 'role'")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts = [_parse_part(part, i, media) for part in content]
+            clean.append({**message, "content": parts})
+        elif isinstance(content, str) or (content is None and message.get("tool_calls")):
+            clean.append(dict(message))
+        else:
+            raise MessagesError(
+                f"message {i} has content of type {type(content).__name__}; expected a string or "
+                "a list of parts"
+            )
+    return clean, media
 
 
-def parse_message(message: object, i: int, media: list[tuple[str, object]]) -> Message:
-    """Message `i` as the template wants it; its media are appended to `media`."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise MessagesError(f"message {i} is not a dict with a 'role'")
-    content = message.get("content")
-    if (content is None and message.get("tool_calls")) or isinstance(content, str):
-        return dict(message)
-    if isinstance(content, list | tuple):
-        return dict(message, content=[_parse_part(part, i, media) for part in content])
-    raise MessagesError(
-        f"message {i} has content of type {type(content).__name__}; expected a string or "
-        "a list of parts"
-    )
+def with_media(clean: list[Message], media: Iterable[Medium]) -> list[Message]:
+    """Messages that were parsed, with their named media in their places."""
+    waiting = iter(media)
+    return [
+        {
+            **message,
+            "content": [
+                {**part, part["type"]: next(waiting)} if part["type"] in MEDIA else part
+                for part in message["content"]
+            ],
+        }
+        if isinstance(message.get("content"), list)
+        else message
+        for message in clean
+    ]
 
 
 def _parse_part(part: object, i: int, media: list[tuple[str, object]]) -> Record:
@@ -71,7 +92,7 @@ def _parse_part(part: object, i: int, media: list[tuple[str, object]]) -> Record
         if not isinstance(part.get("text"), str):
             raise MessagesError(f"message {i} has a text part without a string 'text'")
         return {"type": "text", "text": part["text"]}
-    for modality, (types, fields) in _MEDIA.items():
+    for modality, (types, fields) in _DIALECTS.items():
         telling = (*fields, *_ANY) if modality == "image" else fields
         if kind in types or (kind is None and any(field in part for field in telling)):
             media.append((modality, _medium_of(part, i, modality, fields)))
@@ -88,7 +109,10 @@ def _medium_of(part: Message, i: int, modality: str, fields: tuple[str, ...]) ->
         if isinstance(value, dict) and "url" in value:
             value = value["url"]
         elif isinstance(value, dict) and isinstance(value.get("data"), str):
-            value = _from_base64(value["data"], i)
+            try:
+                value = base64.b64decode(value["data"], validate=True)
+            except (ValueError, binascii.Error) as error:
+                raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
         elif isinstance(value, dict) and modality == "image":
             value = None
         if value is not None:
@@ -98,13 +122,6 @@ def _medium_of(part: Message, i: int, modality: str, fields: tuple[str, ...]) ->
     one = "a video" if modality == "video" else f"an {modality}"
     inside = "sound" if modality == "audio" else one
     raise ImageError(f"message {i} has {one} part without {inside} in it")
-
-
-def _from_base64(data: str, i: int) -> bytes:
-    try:
-        return base64.b64decode(data, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
 
 
 def kept_notes(history: list[Message]) -> list[str]:

@@ -8,36 +8,120 @@ model go on beside it and decode together with the requests.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from keepsight.core.answer import asked
 from keepsight.core.call import Call
 from keepsight.core.engine import MAX_RUNNING, PIECE, Engine
+from keepsight.core.order import Order
 from keepsight.core.pins import predict_report
-from keepsight.core.rendering.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence
-from keepsight.errors import Busy, Closed, InputError
+from keepsight.errors import Busy, Closed, InputError, KeepsightError
 from keepsight.kinds import Message, Record
-from keepsight.report import Report
-from keepsight.scheduler.ticket import Listener, Ticket
+from keepsight.report import Piece, Reply, Report, Usage
 from keepsight.system import forks
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import release_team
 from keepsight.system.exits import SCHEDULERS, finish_before_exit, when_dropped
-from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
 
 _FOR_OTHERS = 8  # this share of the places is not for the account with the most
 _LONG = 60.0  # seconds; a notification by the garbage collector may get lost
 _WINDOW = 10.0  # seconds over which the token rate is measured
+
+
+class Ticket:
+    """One request, for its caller: iterate over its pieces; the last one carries usage and report.
+    All methods may be called from any thread.
+
+    `on_piece` and `on_done` are called on the scheduler's thread, so they must be quick; they serve
+    programs that pass pieces to an event loop. With `on_piece` no pieces are kept for iteration.
+    """
+
+    def __init__(
+        self,
+        on_piece: Callable[[Piece], None] | None = None,
+        on_done: Callable[[Ticket], None] | None = None,
+    ) -> None:
+        self._on_piece, self._on_done = on_piece, on_done
+        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._heard: list[Piece] = []  # all pieces, for result()
+        self.wake: Callable[[], None] = lambda: None  # called when it is cancelled
+        self.cancelled = False
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.prompt_ids: np.ndarray | None = None  # once it has begun
+        self.usage: Usage | None = None
+        self.report: Report | None = None
+        self.finish_reason: str | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Wait for each piece; raise the error of the request."""
+        self._require_kept()
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+        self._pieces.put(None)  # a later reader finds the end too
+        if self.error is not None:
+            raise self.error
+
+    def result(self) -> Reply:
+        """The whole answer, once it is complete; may be called repeatedly."""
+        self._require_kept()
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        if self.usage is None:
+            raise KeepsightError("the request was cancelled before it had begun")
+        return Reply.of(self._heard)
+
+    def _require_kept(self) -> None:
+        if self._on_piece is not None:
+            raise KeepsightError("this ticket's pieces go to its on_piece; they are not kept")
+
+    def cancel(self) -> None:
+        """Stop after the current step. What was prefilled stays remembered."""
+        self.cancelled = True
+        self.wake()
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self.done.is_set():
+            self.cancel()
+
+    # -- for the scheduler -----------------------------------------------------------------------
+
+    def put(self, piece: Piece) -> None:
+        """Hand over one piece."""
+        if piece.usage is not None:
+            self.usage, self.report = piece.usage, piece.report
+            self.finish_reason = piece.finish_reason
+        if self._on_piece is not None:
+            self._on_piece(piece)
+        else:
+            self._heard.append(piece)
+            self._pieces.put(piece)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the ticket; no more pieces come."""
+        self.error = error
+        self.done.set()
+        self._pieces.put(None)
+        if self._on_done is not None:
+            self._on_done(self)
 
 
 class Desk:
@@ -50,15 +134,10 @@ class Desk:
         self._several = False  # whether two accounts were ever inside together
         self.closed = self.stopped = False
         self._owner: object = None  # kept alive while somebody is inside
-        self._recent: deque[tuple[float, int]] = deque()
+        self._recent: deque[float] = deque()  # when tokens were handed out
         self._seconds = 1.0  # of a request, averaged with more weight on the latest
         self.counts = Counter[str]()
         forks.renew(self._in_child)
-
-    @property
-    def in_flight(self) -> int:
-        """Requests inside."""
-        return sum(self.inside.values())
 
     def enter(self, account: str, owner: object) -> None:
         """Take a place, before any work for a request. A refusal says when to try again. If there
@@ -68,10 +147,10 @@ class Desk:
                 raise Closed("requests are no longer taken: the scheduler was closed")
             self._several |= bool(self.inside) and not self.inside[account]
             reserved = self._places // _FOR_OTHERS + 1 if self._several and self._places > 1 else 0
-            full = self.in_flight >= self._places
-            if full or self.inside[account] >= self._places - reserved:
+            count = self.inside.total()
+            if count >= self._places or self.inside[account] >= self._places - reserved:
                 self.counts["refused"] += 1
-                raise Busy(self.in_flight, max(1.0, self._seconds * self.in_flight / self._places))
+                raise Busy(count, max(1.0, self._seconds * count / self._places))
             self.inside[account] += 1
             self._owner = owner
 
@@ -96,24 +175,34 @@ class Desk:
                 self._seconds += 0.2 * (seconds - self._seconds)
             self.bell.notify_all()
 
-    def took(self) -> None:
-        """Count a token that was handed out."""
-        now = time.monotonic()
-        self.counts["tokens"] += 1
-        self._recent.append((now, 1))
-        while self._recent and self._recent[0][0] < now - _WINDOW:
-            self._recent.popleft()
+    def hand_out(self, ticket: Ticket, piece: Piece) -> None:
+        """Give a piece to the holder of a ticket, and count its token."""
+        if piece.token is not None:
+            now = time.monotonic()
+            self.counts["tokens"] += 1
+            self._recent.append(now)
+            while self._recent[0] < now - _WINDOW:
+                self._recent.popleft()
+        ticket.put(piece)
+
+    def ended(self, ticket: Ticket, seq: Sequence, begun: float) -> None:
+        """Take the ticket back at the end of its request."""
+        failed = "failed" if seq.error is not None else ""
+        outcome = failed or ("cancelled" if seq.cancelled else "finished")
+        self.leave(seq.account, outcome, time.perf_counter() - begun)
+        ticket.end(seq.error)
+
+    def cancel(self, seq: Sequence) -> None:
+        """End a request at the next step."""
+        seq.cancelled = True
+        with self.bell:
+            self.bell.notify_all()
 
     def rate(self) -> float:
         """Tokens per second, lately."""
-        recent = [when for when, _ in list(self._recent) if when >= time.monotonic() - _WINDOW]
-        span = max(1e-3, time.monotonic() - recent[0]) if recent else 1.0
-        return round(len(recent) / span, 2)
-
-    def ring(self) -> None:
-        """Wake the thread."""
-        with self.bell:
-            self.bell.notify_all()
+        now = time.monotonic()
+        recent = [when for when in list(self._recent) if when >= now - _WINDOW]
+        return round(len(recent) / max(1e-3, now - recent[0]), 2) if recent else 0.0
 
     def close(self, drain: float | None) -> None:
         """Let nobody in; stop when everyone is out, or when the time is over."""
@@ -136,12 +225,19 @@ class Desk:
         self.bell, self.closed, self.stopped = threading.Condition(), True, True
 
 
+class Wrapped(Protocol):
+    """A `VLM`."""
+
+    runtime: Runtime
+    tenant: str
+
+
 class Together:
     """Serves requests to one model in parallel. `vlm` may still be called directly."""
 
     def __init__(
         self,
-        vlm: VLM,
+        vlm: Wrapped,
         *,
         max_running: int = MAX_RUNNING,
         max_waiting: int = 64,
@@ -186,7 +282,7 @@ class Together:
         *,
         tenant: str | None = None,
         account: str | None = None,
-        on_piece: Listener | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
         on_done: Callable[[Ticket], None] | None = None,
         **options: object,
     ) -> Ticket:
@@ -222,7 +318,6 @@ class Together:
         """The messages with their media named, in the caller's thread; `learn` remembers the names
         for later calls."""
         order = Order(self._memory, messages, Call(tenant, {}, {}))
-        order.look()
         if learn and order.media:
             with self._memory.lock:
                 order.learn()
@@ -240,15 +335,16 @@ class Together:
         """The number of requests in each state, and what was done so far."""
         engine, desk = self._memory.engine, self._desk
         prefilling, running = engine.count()
-        inside = desk.in_flight
-        states = {"in_flight": inside, "prefilling": prefilling, "running": running}
-        counts = {name: desk.counts[name] for name in ("finished", "cancelled", "failed")}
+        inside, counted = (
+            desk.inside.total(),
+            ("finished", "cancelled", "failed", "refused", "tokens"),
+        )
         return {
-            **states,
+            "in_flight": inside,
+            "prefilling": prefilling,
+            "running": running,
             "waiting": max(0, inside - prefilling - running),
-            **counts,
-            "refused": desk.counts["refused"],
-            "tokens": desk.counts["tokens"],
+            **{name: desk.counts[name] for name in counted},
             "tokens_per_second": desk.rate(),
             "passes": engine.decoder.passes,
             "towers": engine.towers,
@@ -288,31 +384,15 @@ class Together:
         try:
             seq = asked(self._memory, messages, call, answers)
             seq.account, seq.owner, seq.asked = whose, self._desk, begun
-            seq.on_piece = partial(_hand_out, self._desk, ticket)
-            seq.on_end = partial(_ended, self._desk, ticket, seq, begun)
+            seq.on_piece = partial(self._desk.hand_out, ticket)
+            seq.on_end = partial(self._desk.ended, ticket, seq, begun)
             ticket.prompt_ids = seq.prompt.ids
-            ticket.awake_with(partial(self._cancel, seq))
+            ticket.wake = partial(self._desk.cancel, seq)
             self._desk.bring(self._memory.engine, seq)
         except BaseException:
             self._desk.leave(whose)
             raise
         return ticket
-
-    def _cancel(self, seq: Sequence) -> None:
-        seq.cancelled = True
-        self._desk.ring()
-
-
-def _hand_out(desk: Desk, ticket: Ticket, piece: object) -> None:
-    if getattr(piece, "token", None) is not None:
-        desk.took()
-    ticket.put(piece)  # type: ignore[arg-type]
-
-
-def _ended(desk: Desk, ticket: Ticket, seq: Sequence, begun: float) -> None:
-    outcome = "failed" if seq.error is not None else "cancelled" if seq.cancelled else "finished"
-    desk.leave(seq.account, outcome, time.perf_counter() - begun)
-    ticket.end(seq.error)
 
 
 def _serve(memory: Runtime, desk: Desk) -> None:

@@ -1,28 +1,29 @@
-"""Puts features in place of the pixels of one call of stock code, in the form of its encoder's
+"""Inputs of stock Transformers with features in place of pixels, in the form of its encoder's
 output.
 
-Stock `generate` repeats the features of each prompt for its beams: it counts rows of features until
-they fill the prompt's placeholders. So each picture must be separate, as in the encoder's output,
-and a list of levels must not be empty.
+The tensors are new on each call, because stock `generate` changes those it gets. It repeats the
+features of each prompt for its beams: it counts rows of features until they fill the prompt's
+placeholders. So each picture must be separate, as in the encoder's output, and a list of levels
+must not be empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.generate import check_dense, split_media
 from keepsight.errors import PlaceholderMismatch, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Inputs, Options, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.models.families.pixels import Part
+from keepsight.prefix.prompt import Prompt
 from keepsight.report import Report, Segment
+from keepsight.stock.generate import check_dense, split_media
 
 
 def pixels_in(family: Family, given: Options) -> Inputs:
@@ -32,13 +33,20 @@ def pixels_in(family: Family, given: Options) -> Inputs:
     return found if seen else {}
 
 
-def refuse_unfit(family: Family, given: Options) -> None:
-    """Refuse media for which stock code takes no features."""
-    if not isinstance(given.get("input_ids"), torch.Tensor):
-        raise UnsupportedInput("without input_ids the places of the pictures are unknown")
-    if not family.feeds_stock or "input_features" in pixels_in(family, given):
-        kind = family.model.config.model_type
-        raise UnsupportedInput(f"stock code of {kind} takes no features for these media")
+def stock_inputs(
+    runtime: Runtime, prompt: Prompt, features: bool = True, tenant: str = ""
+) -> Record:
+    """The keyword arguments of a stock forward pass over a whole prompt."""
+    family, vision = runtime.family, runtime.vision_of(tenant)
+    device = runtime.model.device
+    ids = torch.from_numpy(prompt.ids)[None].to(device)
+    inputs: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
+    inputs |= {name: tensor.to(device) for name, tensor in more.items()}
+    if prompt.media and features:
+        parts = [(vision.package(m, beside=prompt.media)[0], 0, m.tokens) for m in prompt.media]
+        inputs |= _repeatable(family, parts, ids)
+    return inputs
 
 
 def with_features(
@@ -48,12 +56,19 @@ def with_features(
 
     `repeated` says that stock code may repeat them for several answers.
     """
-    refuse_unfit(runtime.family, given)
+    family, ids, mask = runtime.family, given.get("input_ids"), given.get("attention_mask")
+    tensors = pixels_in(family, given)
+    if not isinstance(ids, torch.Tensor):
+        raise UnsupportedInput("without input_ids the places of the pictures are unknown")
+    if not family.feeds_stock or "input_features" in tensors:
+        kind = family.model.config.model_type
+        raise UnsupportedInput(f"stock code of {kind} takes no features for these media")
     check_dense(given)
     runtime.refresh(tenant)
-    family, vision = runtime.family, runtime.vision_of(tenant)
-    tensors, ids = pixels_in(family, given), cast("torch.Tensor", given["input_ids"])
-    rows = _rows(ids, given.get("attention_mask"))
+    vision, rows = runtime.vision_of(tenant), list(ids.cpu().numpy().astype(np.int64))
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:  # without padding
+        keep = mask.cpu().numpy().astype(bool)
+        rows = [row[seen] for row, seen in zip(rows, keep, strict=True)]
     media = [vision.name_pixels(pixels) for pixels in split_media(runtime, tensors, rows)]
     flat = np.concatenate(rows)
     spots = {kind: family.spots(flat, kind) for kind in family.placeholders}
@@ -68,11 +83,11 @@ def with_features(
         report.segments.append(Segment(*about, number, where, key=medium.key))
     kept = set(family.rope_grid([medium.grid for medium in media]))
     changed = {k: v for k, v in given.items() if k not in tensors or k in kept}
-    features = repeatable if repeated else Family.feature_inputs
+    features = _repeatable if repeated else Family.feature_inputs
     return {**changed, **features(family, parts, ids)}, report
 
 
-def repeatable(family: Family, parts: Sequence[Part], ids: torch.Tensor) -> Record:
+def _repeatable(family: Family, parts: Sequence[Part], ids: torch.Tensor) -> Record:
     """Whole media as inputs of stock code, which may repeat them for several answers."""
     inputs = family.feature_inputs(parts, ids)
     outputs = inputs.get("mm_encoder_outputs")
@@ -80,34 +95,20 @@ def repeatable(family: Family, parts: Sequence[Part], ids: torch.Tensor) -> Reco
         own = [package for package, _, _ in parts if package.modality == kind]
         packed = getattr(output, "pooler_output", None)
         if isinstance(packed, torch.Tensor) and own:
-            output.pooler_output = _by_picture(packed, own, len(ids))
+            # Split by picture or by tile, as the tower does, if all have one shape.
+            shapes = {tuple(package.tensors["features"].shape[1:]) for package in own}
+            if len(shapes) == 1 and len(min(shapes)) > 1:
+                output.pooler_output = packed.reshape(-1, *shapes.pop())
+            elif len(ids) > 1:
+                raise UnsupportedInput(
+                    "pictures of several sizes in several prompts form one tensor"
+                )
         if not getattr(output, "deepstack_features", None):
             output.deepstack_features = None
     return inputs
 
 
-def _by_picture(packed: torch.Tensor, packages: Sequence[Package], prompts: int) -> torch.Tensor:
-    """Split packed rows by picture or by tile, as the tower does, if all have one shape."""
-    shapes = {tuple(package.tensors["features"].shape[1:]) for package in packages}
-    if len(shapes) == 1 and len(min(shapes)) > 1:
-        return packed.reshape(-1, *shapes.pop())
-    if prompts > 1:
-        raise UnsupportedInput("pictures of several sizes in several prompts form one tensor")
-    return packed
-
-
-def _rows(ids: torch.Tensor, mask: object) -> list[np.ndarray]:
-    """The tokens of each row without padding."""
-    all_ids = ids.cpu().numpy().astype(np.int64)
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        return list(all_ids)
-    keep = mask.cpu().numpy().astype(bool)
-    return [row[seen] for row, seen in zip(all_ids, keep, strict=True)]
-
-
-def _placed(
-    media: Sequence[Medium], spots: dict[str, np.ndarray]
-) -> Iterator[tuple[Medium, int, int]]:
+def _placed(media: Sequence[Medium], spots: dict[str, np.ndarray]) -> list[tuple[Medium, int, int]]:
     """Each medium with its first and last place, checked before anything is encoded."""
     used = dict.fromkeys(spots, 0)
     placed = []
@@ -115,13 +116,12 @@ def _placed(
         start = used[medium.modality]
         here = spots[medium.modality][start : start + medium.tokens]
         used[medium.modality] += medium.tokens
-        placed.append(
-            (medium, int(here[0]) if len(here) else 0, int(here[-1]) + 1 if len(here) else 0)
-        )
+        ends = (int(here[0]), int(here[-1]) + 1) if len(here) else (0, 0)
+        placed.append((medium, *ends))
     for kind, places in spots.items():
         if len(places) != used[kind]:
             raise PlaceholderMismatch(
                 f"input_ids has {len(places)} {kind} placeholders, its {kind}s have {used[kind]} "
                 "tokens"
             )
-    yield from placed
+    return placed

@@ -22,14 +22,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS, check_length, sampler
 from keepsight.core.runtime import Runtime
-from keepsight.core.stock.features import pixels_in, with_features
-from keepsight.core.stock.forward import InstalledForward
-from keepsight.core.stock.generate import Generated, GenerateRequest, request, run
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.models.renamed import NEW, OLD
 from keepsight.report import Report
+from keepsight.stock.forward import InstalledForward
+from keepsight.stock.generate import Generated, GenerateRequest, request, run
+from keepsight.stock.inputs import pixels_in, with_features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +80,8 @@ class InstalledGenerate:
     def put(self) -> None:
         """Replace `generate` of the model; refuse if it is already replaced."""
         model = self._runtime.model
-        if self._before is not None and not _is_stock(self._before, model):
+        stock = getattr(self._before, "__func__", None) is type(model).generate
+        if self._before is not None and not stock:
             raise ModelError(
                 "somebody else replaced generate of this model object; undo that before install()"
             )
@@ -141,9 +142,7 @@ class InstalledGenerate:
             return self.stock(*args, **options)
         try:
             asked = self._asked(args, options)
-        except KeepsightError as error:
-            return self._stock(str(error), args, options)
-        except TypeError as error:  # arguments that the signature does not accept
+        except (KeepsightError, TypeError) as error:  # arguments that nobody knows
             return self._stock(str(error), args, options)
         found = run(self._runtime, asked)
         if not isinstance(found, Generated):
@@ -169,7 +168,6 @@ class InstalledGenerate:
     def _stock(self, why: str, args: tuple[object, ...], options: Options) -> object:
         """Call the model's own `generate` under the lock, because both use the model's state. It
         gets remembered features in place of pixels if possible."""
-        notes = [f"handed to the model's own generate: {why}"]
         self._refuse_without_pictures(args, options)
         with _turn(self._runtime):
             try:
@@ -179,7 +177,7 @@ class InstalledGenerate:
             except TypeError:  # arguments that the signature does not accept
                 report = Report()
             found = self.stock(*args, **options)
-        report.notes[:0] = notes
+        report.notes.insert(0, f"handed to the model's own generate: {why}")
         self._note(report)
         return found
 
@@ -209,17 +207,17 @@ class InstalledGenerate:
         self, args: tuple[object, ...], options: Options
     ) -> tuple[tuple[object, ...], Options, Report]:
         """Call stock code with features in place of pixels; refuse what cannot be served so."""
-        runtime = self._runtime
         given = self._given(args, options)
         if given.get("inputs") is not None and given.get("input_ids") is None:
             given["input_ids"] = given.pop("inputs")
-        if not pixels_in(runtime.family, given):
+        if not pixels_in(self._runtime.family, given):
             return args, options, Report()
         for name in _AS_PIXELS:
-            if given.get(name) is not None and not _is_empty(given[name]):
+            value = given.get(name)
+            if value is not None and not (isinstance(value, Cache) and not value.get_seq_length()):
                 raise UnsupportedInput(f"{name} is set by the caller")
         stage = "the model's own generate"
-        return (), *with_features(runtime, self._tenant, given, stage, True)
+        return (), *with_features(self._runtime, self._tenant, given, stage, True)
 
     def _given(self, args: tuple[object, ...], options: Options) -> Options:
         """The arguments of a call by name; TypeError if the signature does not accept them."""
@@ -240,7 +238,9 @@ class InstalledGenerate:
         for name in _OURS:
             if name in given:
                 raise UnsupportedInput(f"{name} is no option of the model's own generate")
-        self._take_tokenizer(given)
+        tokenizer = given.pop("tokenizer", None)  # comes with stop strings
+        if tokenizer not in (None, getattr(runtime.processor, "tokenizer", None)):
+            raise UnsupportedInput("the tokenizer is not the processor's")
         as_dict = self._as_dict(given)
         given = {name: value for name, value in given.items() if value is not None}
         asked = request(runtime, inputs, {**given, "return_dict_in_generate": True}, self._tenant)
@@ -255,13 +255,6 @@ class InstalledGenerate:
             config = options.get("generation_config") or self._runtime.model.generation_config
             asked = getattr(config, "return_dict_in_generate", None)
         return bool(asked)
-
-    def _take_tokenizer(self, given: Options) -> None:
-        """Stop strings come with a tokenizer, which has to be the processor's."""
-        tokenizer = given.pop("tokenizer", None)
-        own = getattr(self._runtime.processor, "tokenizer", None)
-        if tokenizer is not None and tokenizer is not own:
-            raise UnsupportedInput("the tokenizer is not the processor's")
 
     def _check(self, asked: GenerateRequest, given: Options, as_dict: bool) -> None:
         """Refuse calls for which the model's own `generate` treats the batch as a whole, or gives
@@ -287,10 +280,6 @@ class InstalledGenerate:
             raise UnsupportedInput("input_ids has padding, and there is no attention_mask")
 
 
-def _is_empty(given: object) -> bool:
-    return isinstance(given, Cache) and not int(given.get_seq_length())
-
-
 @contextmanager
 def _turn(runtime: Runtime) -> Iterator[None]:
     try:
@@ -311,7 +300,3 @@ def installed_in(model: PreTrainedModel) -> InstalledGenerate | None:
     """The installation on a model, or None."""
     found = _OF.get(model) if isinstance(model, torch.nn.Module) else None
     return found() if found is not None else None
-
-
-def _is_stock(method: object, model: PreTrainedModel) -> bool:
-    return isinstance(method, MethodType) and method.__func__ is type(model).generate

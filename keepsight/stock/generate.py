@@ -17,7 +17,6 @@ from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.core.decoding.sampling import known_options, samples_of, seed_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
-from keepsight.core.stock.embedded import ids_behind
 from keepsight.errors import (
     InputError,
     KeepsightError,
@@ -33,6 +32,7 @@ from keepsight.models.families.pixels import embedding_of
 from keepsight.models.upstream import padding_of
 from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
+from keepsight.stock.embedded import ids_behind
 
 if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
@@ -216,7 +216,7 @@ def _prompts(
     family = runtime.family
     all_ids = ids.cpu().numpy().astype(np.int64)
     rows = [row[keep] for row, keep in zip(all_ids, mask, strict=True)]
-    _check_placeholders(runtime, tensors, np.concatenate(rows))
+    _check_placeholders(family, tensors, np.concatenate(rows))
     waiting: dict[str, list[Medium]] = {kind: [] for kind in family.placeholders}
     for pixels in split_media(runtime, tensors, rows):
         waiting[pixels.modality].append(vision.name_pixels(pixels))
@@ -260,7 +260,8 @@ def _place(
         if len(placed) == len(media):
             raise PlaceholderMismatch(f"there are more {kind} placeholders than {kind}s")
         count = media[len(placed)].tokens
-        found = _runs(spots[:count])
+        parts = np.split(spots[:count], np.flatnonzero(np.diff(spots[:count]) != 1) + 1)
+        found = tuple((int(part[0]), int(part[-1]) + 1) for part in parts)  # without gaps
         one_run = family.mrope and _GRID in family.tensor_inputs and kind == "image"
         if len(spots) < count or (one_run and len(found) > 1):
             raise PlaceholderMismatch(
@@ -272,14 +273,7 @@ def _place(
     return tuple(placed)
 
 
-def _runs(spots: np.ndarray) -> tuple[Range, ...]:
-    """Stretches without gaps, as half-open ranges."""
-    parts = np.split(spots, np.flatnonzero(np.diff(spots) != 1) + 1)
-    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
-
-
-def _check_placeholders(runtime: Runtime, tensors: Inputs, flat: np.ndarray) -> None:
-    family = runtime.family
+def _check_placeholders(family: Family, tensors: Inputs, flat: np.ndarray) -> None:
     for kind, token in family.placeholders.items():
         count = int((flat == token).sum())
         if count and not family.tensor_inputs & tensors.keys():
@@ -290,7 +284,7 @@ def _check_placeholders(runtime: Runtime, tensors: Inputs, flat: np.ndarray) -> 
     if video not in (None, *family.placeholders.values()) and (flat == video).any():
         raise UnsupportedInput(
             f"input_ids has video placeholders; video is not supported for "
-            f"{runtime.model.config.model_type}"
+            f"{family.model.config.model_type}"
         )
     gridded = family.mrope and _GRID in family.tensor_inputs
     if gridded and "pixel_values" in tensors and _GRID not in tensors:
@@ -334,10 +328,8 @@ def _join(ids: torch.Tensor, answers: list[Answer]) -> torch.Tensor:
 
 def _as_dict(sequences: torch.Tensor, answers: list[Answer]) -> Generated:
     reports = [one.report() for one in answers]
-    usages = [one.usage() for one in answers]
-    total = Usage(
-        *(sum(values) for values in zip(*(vars(u).values() for u in usages), strict=True))
-    )
+    counts = [vars(one.usage()) for one in answers]
+    total = Usage(**{name: sum(one[name] for one in counts) for name in counts[0]})
     samplers = [one.sampler.sampler for one in answers if one.sampler is not None]
     logits, scores = _stack([s.logits for s in samplers]), _stack([s.scores for s in samplers])
     return Generated(sequences, total, reports[0], reports, logits, scores)

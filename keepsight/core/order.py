@@ -1,0 +1,94 @@
+"""The rendering of one prompt: in its caller's thread, and looked at again when it begins.
+
+Files are read, addresses fetched, pictures decoded and preprocessed here, without the model's lock.
+So one client's large picture delays no other's tokens, and bad input is refused before it waits for
+anything. What was learnt about the pictures is recorded under the lock, when the prompt begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from keepsight.core.call import Call
+from keepsight.errors import InputError
+from keepsight.formats.package import Package
+from keepsight.kinds import Message
+from keepsight.media.medium import Medium, opened
+from keepsight.media.naming import Inspected
+from keepsight.prefix.prompt import Prompt
+from keepsight.prompt.messages import with_media
+
+if TYPE_CHECKING:
+    from keepsight.core.runtime import Runtime
+
+
+class Order:
+    """The messages of one call, their named media, and their prompt."""
+
+    def __init__(
+        self, memory: Runtime, messages: list[Message], call: Call, generate: bool = True
+    ) -> None:
+        if (renderer := memory.renderer) is None:
+            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
+        self._memory, self._renderer, self._call = memory, renderer, call
+        self._generate = generate
+        self._clean, self._given = renderer.read(messages, call.template)
+        self.prompt = Prompt.nothing()
+        self._look()
+
+    def _look(self) -> None:
+        """Look at the media, in this thread."""
+        tenant = self._call.tenant
+        vision = self._memory.visions.get(tenant)
+        if vision is None or vision.namer.bound is None:
+            with self._memory.lock:
+                self._memory.refresh(tenant)
+                vision = self._memory.vision_of(tenant)
+        self._bound = vision.namer.bound  # the settings of the names
+        self.media: list[Medium] = []  # in the order in which they are given
+        self._looked: list[Inspected] = []
+        room = self._memory.caches.pixels.budget  # bytes of pixels that may wait for the tower
+        for kind, given in self._given:
+            thing = opened(given)
+            if isinstance(thing, Medium | Package):
+                self.media.append(vision.name(thing, kind))
+                continue
+            looked = vision.namer.look(thing, kind)
+            if looked.pixels is not None:
+                room -= looked.pixels.nbytes
+                if room < 0:  # later ones are read again when their turn comes
+                    looked = dataclasses.replace(looked, pixels=None)
+            self._looked.append(looked)
+            self.media.append(vision.medium_of(looked))
+
+    def rendered(self) -> Order:
+        """Render the prompt."""
+        kinds = [kind for kind, _ in self._given]
+        named = list(zip(kinds, self.media, strict=True))
+        tenant, template = self._call.tenant, self._call.template
+        self.prompt = self._renderer.rendered(self._clean, named, self._generate, tenant, template)
+        return self
+
+    def current(self) -> Prompt:
+        """The prompt under the present settings; the caller holds the model's lock."""
+        if self._memory.vision_of(self._call.tenant).namer.bound is not self._bound:
+            self._look()
+            self.rendered()
+        self.learn()
+        return self.prompt
+
+    def learn(self) -> None:
+        """Record what was learnt about the media; the caller holds the model's lock."""
+        vision = self._memory.vision_of(self._call.tenant)
+        if vision.namer.bound is self._bound:
+            for looked in self._looked:
+                if vision.where(vision.medium_of(looked)) == "tower":
+                    vision.admit_looked(looked)
+                else:  # its features are known, so its pixels are not needed
+                    vision.namer.learn(looked)
+        self._looked.clear()
+
+    def with_media(self) -> list[Message]:
+        """The messages with named media in place of the given ones."""
+        return with_media(self._clean, self.media)

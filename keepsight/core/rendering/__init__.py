@@ -1,1 +1,0 @@
-"""From messages to the ids of a prompt: templates, tokenizers, control tokens as text."""

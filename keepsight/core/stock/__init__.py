@@ -1,1 +1,0 @@
-"""Calls in the form of stock Transformers: tensors in, tensors out."""
