@@ -1,7 +1,7 @@
 """The body of `/v1/responses`, and its translation to the chat API.
 
 Items of an earlier response may come back unchanged, by their ids, or all together by that
-response's id; `response_store.py` resolves ids.
+response's id; `ResponseStore` resolves ids.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class RemoteStore(Store):
     def __init__(
         self, address: str, *, options: Options | None = None, waiting: int = ROOM
     ) -> None:
-        super().__init__(Remote(Address(address, options), waiting))
+        super().__init__(Remote(RemoteAddress(address, options), waiting))
 
 
 class RemoteObject(NamedTuple):
@@ -97,7 +97,7 @@ class RemoteObject(NamedTuple):
     written: float  # seconds since the epoch, 0.0 if the address does not tell
 
 
-class Address:
+class RemoteAddress:
     """Read, write, remove and list objects below one address. An object appears whole or not at
     all. fsspec's listing cache is off, because other machines write to the same address."""
 
@@ -269,7 +269,7 @@ class Remote:
 
     root = budget = quota = None
 
-    def __init__(self, link: Address, waiting: int) -> None:
+    def __init__(self, link: RemoteAddress, waiting: int) -> None:
         self._link, self.label, self._seen = link, link.shown, Seen()
         self._reads = Health(f"the store {self.label} cannot be read")
         self._writer = Writer(self.label, waiting, self._write, _nothing_to_do, _nothing_to_close)

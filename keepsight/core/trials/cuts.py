@@ -1,4 +1,8 @@
-"""One prompt, computed in one pass, in pieces, token by token, and beside other sequences."""
+"""One prompt, computed in one pass, in pieces, token by token, and beside other sequences.
+
+A token's bits may depend on how many rows a pass has, and which kernel takes so many. So a trial
+compares everything that comes of a prompt (logits, keys, values and states) between ways to cut it.
+"""
 
 from __future__ import annotations
 
