@@ -540,7 +540,5 @@ def test_a_forked_child_is_refused_the_model_and_has_the_store(tmp_path: Path) -
     done = script(_FORKS, tmp_path)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert told == ["Forked", None, True, True, "Closed", [], False, "Forked", True], (
-        done.stderr
-    )
+    assert told == ["Forked", None, True, True, "Closed", [], False, "Forked", True], done.stderr
     assert open_store(tmp_path).check() == []

@@ -63,7 +63,6 @@ def filled(root: Path) -> None:
         "UPDATE entry SET key = 'x' || substr(key, 2)",
         "UPDATE entry SET kind = 'snapshoe'",
         "UPDATE entry SET media = '[' WHERE id = 2",
-        "UPDATE entry SET state = 7 WHERE id = 2",
         f"UPDATE entry SET base_key = '{key('nowhere')}' WHERE id = 2",
         "UPDATE entry SET media = '[]'",
         "UPDATE entry SET pinned = 0",
@@ -72,9 +71,8 @@ def filled(root: Path) -> None:
 )
 def test_a_damaged_row_costs_no_entry_and_is_repaired(damage: str, tmp_path: Path) -> None:
     filled(tmp_path)
-    base = sqlite3.connect(tmp_path / "catalogue-1.sqlite")
+    base = sqlite3.connect(tmp_path / "index.sqlite")
     base.execute("DROP TRIGGER changed")
-    base.create_function("worth", 4, lambda *_: 0.0, deterministic=True)
     base.execute(damage)
     base.commit()
     base.close()

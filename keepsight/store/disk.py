@@ -492,6 +492,7 @@ class Disk:
                         self._check_file(f"{shard}/{last}", found, repair)
         self._check_rows(tenant, found, repair)
         self._check_bases(tenant, found, repair)
+        self._check_pins(tenant, found, repair)
         if repair:
             for whose in self._tenants_in(tenant):
                 self._files.sweep(whose, _WEEK)
@@ -584,6 +585,16 @@ class Disk:
             found.append(f"{place}: depends on {kind}/{key}, which is absent")
             if repair:
                 self._index.remove(lambda base, n=entry.name: [n])  # type: ignore[misc]
+
+    def _check_pins(self, tenant: str | None, found: list[str], repair: bool) -> None:
+        """Find pins that the index does not know; their files are right."""
+        for name in list(self._index.pins()):
+            row = self._index.look(lambda b, n=name: index.row(b, n), None)  # type: ignore[misc]
+            if tenant not in (None, name.tenant) or row is None or row.pinned:
+                continue
+            found.append(f"{self._files.path(index.pin_name(name))}: the index knows no such pin")
+            if repair:
+                self._index.change(lambda b, n=name: index.pin(b, n, True))  # type: ignore[misc]
 
 
 def _gone(root: Path) -> OSError:

@@ -348,7 +348,7 @@ class Index:
             check = "PRAGMA integrity_check(1)"
             found = self.look(lambda base: base.execute(check).fetchone()[0], "ok")
             return found == "ok" and all(True for _ in self.entries(Scope()))
-        except StoreError:
+        except (StoreError, sqlite3.DatabaseError):
             return False
 
     def close(self) -> None:
