@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import keepsight as ks
 from keepsight.media.naming import Namer
 from keepsight.server.config import ApiKey
 from keepsight.store import layout
-from keepsight.store.files import Folder
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
 UNKNOWN = "0" * 64
@@ -184,40 +181,6 @@ def test_a_picture_that_only_the_disk_has_is_pinned_and_deleted(locked: Live) ->
     assert [e.pinned for e in store.entries() if e.kind == "package"] == [True]
     assert act(locked, "delete", "ann", key)[1]["bytes_freed"] > 0
     assert not any(key in entry.media for entry in store.entries())
-
-
-def test_removals_that_wait_for_a_disk_hold_up_nothing_else(
-    locked: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, vlm = prepared(locked, 74, "ann"), locked.service.vlm
-    vlm.flush()
-    reached, over, real = threading.Event(), threading.Event(), Folder.remove
-
-    def remove(folder: Folder, name: str) -> bool:
-        reached.set()
-        assert over.wait(60)
-        return real(folder, name)
-
-    monkeypatch.setattr(Folder, "remove", remove)
-    with ThreadPoolExecutor(11) as threads:
-        removing = [threads.submit(act, locked, "delete", "ann", key) for _ in range(10)]
-        try:
-            assert reached.wait(30)
-            chat = threads.submit(
-                locked.chat, {**about(75), "max_tokens": 2}, headers=bearer("bob")
-            )
-            body = {"model": "demo", "input": "Hello", "max_output_tokens": 2}
-            for path, one in (
-                ("/v1/responses", body),
-                ("/v1/cache/stats", None),
-                ("/metrics", None),
-            ):
-                assert locked.call(path, one, headers=bearer("root"))[0] == 200
-            assert chat.result(60)[0] == 200
-            assert not any(one.done() for one in removing)
-        finally:
-            over.set()
-        assert {one.result(60)[0] for one in removing} == {200}
 
 
 @pytest.mark.parametrize(
