@@ -434,8 +434,9 @@ class Disk:
     def stats(self, tenant: str, whose: str | None, wait: float) -> Record:
         """Entries and bytes per kind, from the index; counts since it was opened, and `ever`."""
         self._writer.drain(wait)
-        if self._files.is_gone() and self._writer.health.state == OK:
-            self._writer.health.failed(_gone(self.root))
+        if self._files.is_gone():
+            if self._writer.health.state == OK:
+                self._writer.health.failed(_gone(self.root))
         elif self._writer.health.state == GONE and self.root.is_dir():
             self._writer.health.worked()
         kinds: dict[str, dict[str, int]] = {}
