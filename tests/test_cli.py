@@ -29,11 +29,11 @@ from keepsight.cli import options
 from keepsight.cli.app import app
 from keepsight.cli.model_names import DEMO_NAMES
 from keepsight.cli.serve import some_picture
-from keepsight.core import verify
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
 from keepsight.models import loading
 from keepsight.models.families import SUPPORTED
+from keepsight.stock import verify
 from keepsight.stock.verify import Certificate, Verification
 
 

@@ -27,9 +27,9 @@ from keepsight.bench import options as bench_options
 from keepsight.cli import progress
 from keepsight.cli.app import app
 from keepsight.cli.options import model_first
-from keepsight.core import verify
 from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.models import loadable, reachable
+from keepsight.stock import verify
 
 
 def said(*words: str) -> tuple[int, str]:

@@ -21,7 +21,6 @@ from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.core.trials import probe
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -37,6 +36,7 @@ from keepsight.models.tested import TESTED
 from keepsight.runtimes import manifest
 from keepsight.runtimes.load import is_export, other_versions, read
 from keepsight.runtimes.onnx import OnnxSession
+from keepsight.stock import probe
 
 QUESTION = "What do you see?"
 FILES = [

@@ -12,10 +12,10 @@ from models import build, picture, turn
 from test_exact import assert_like_stock, cold, logits
 
 import keepsight as ks
-from keepsight.core.trials import probe
 from keepsight.errors import UnsupportedModel
 from keepsight.models import families
 from keepsight.models.families import base
+from keepsight.stock import probe
 
 
 @pytest.fixture

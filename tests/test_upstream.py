@@ -18,12 +18,12 @@ from packaging.requirements import Requirement
 
 import keepsight as ks
 from keepsight.core.kernels import grouped as attention
-from keepsight.core.trials import probe
 from keepsight.errors import UnsupportedModel, UpstreamChanged
 from keepsight.models import tested, upstream
 from keepsight.models.renamed import RETURNED, EncoderOutput, with_cache
 from keepsight.models.tested import OLDEST_TESTED, TESTED, newer_than_tested
 from keepsight.models.upstream import PRIVATE, PrivateApi
+from keepsight.stock import probe
 
 HOUSE = Path(ks.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
