@@ -108,7 +108,7 @@ def killed(child: int, out: int, seconds: float | None) -> list[str]:
 def dies_at(root: Path, step: int) -> list[str]:
     """The same few things each time, killed -9 at a certain step of them; what was promised.
 
-    A step is a part of a file written, a sync, a rename, a removal, or a row of the catalogue
+    A step is a part of a file written, a sync, a rename, a removal, or a row of the index
     changed.
     """
     out, pipe = os.pipe()

@@ -297,7 +297,7 @@ def test_a_restart_goes_on_from_the_store(tmp_path: Path) -> None:
 
 
 def test_another_machine_goes_on_from_any_token_at_an_address(tmp_path: Path) -> None:
-    """There is no catalogue: small objects say what depends on what."""
+    """There is no index: small objects say what depends on what."""
     store = f"file://{tmp_path}"
     with wrapped("qwen3_vl", store=store) as vlm:
         options = {"max_new_tokens": 20, "min_new_tokens": 20, **GREEDY}

@@ -167,7 +167,7 @@ def said() -> list[Any]:
 
 
 def count(folder: Path) -> int:
-    """Files of entries about images or prompts: not the store's own marker, catalogue, weights."""
+    """Files of entries about images or prompts: not the store's own marker, index, weights."""
     kinds = ("package", "snapshot", "state", "alias", "made")
     return sum(len(list(folder.glob(f"**/{kind}/??/*"))) for kind in kinds)
 

@@ -64,7 +64,7 @@ def test_a_store_is_its_owners_alone(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_catalogue_that_is_made_anew_is_too(tmp_path: Path) -> None:
+def test_an_index_that_is_made_anew_is_too(tmp_path: Path) -> None:
     filled(DiskStore(tmp_path / "store")).close()
     for path in (tmp_path / "store").glob("index.sqlite*"):
         path.unlink()

@@ -1,8 +1,9 @@
-"""What a second look found: features that changed their name in a `.keep` file, a catalogue with
+"""What a second look found: features that changed their name in a `.keep` file, an index with
 flipped bits, and a base that another process removed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import sqlite3
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 import keepsight as ks
+from keepsight.errors import StoreError
 from keepsight.store import About, DiskStore, open_store
 
 
@@ -83,6 +85,18 @@ def test_a_damaged_row_costs_no_entry_and_is_repaired(damage: str, tmp_path: Pat
     assert sum(entry.pinned for entry in store.entries()) == 1
     store.delete_media(key("image"))
     assert not any(store.has("snapshot", key(f"s{i}")) for i in range(4))
+    store.close()
+
+
+def test_a_row_that_cannot_be_read_is_named_and_the_next_call_works(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as base, base:
+        base.execute("UPDATE entry SET media = '[' WHERE id = 2")
+    store = DiskStore(tmp_path)
+    with pytest.raises(StoreError, match="cannot be read"):
+        list(store.entries())
+    assert len(list(store.entries())) == 4
+    assert sum(entry.pinned for entry in store.entries()) == 1
     store.close()
 
 

@@ -78,7 +78,7 @@ def test_all_salts_of_a_tenant_have_one_quota_on_disk(
     assert nbytes(tmp_path, "bob") > 0 and store.check() == []
 
 
-def test_salts_count_together_also_for_the_next_process_and_without_a_catalogue(
+def test_salts_count_together_also_for_the_next_process_and_without_an_index(
     tmp_path: Path, opened: Opened
 ) -> None:
     store = opened(tmp_path, quota=None)
@@ -89,7 +89,7 @@ def test_salts_count_together_also_for_the_next_process_and_without_a_catalogue(
         (tmp_path / f"{NAME}{lost}").unlink(missing_ok=True)
     store = opened(tmp_path)
     put(store, salts("ann")[0], 1)
-    store.stats()  # then every file is in the new catalogue
+    store.stats()  # then every file is in the new index
     store.flush()
     assert QUOTA // 2 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check() == []
 
@@ -200,7 +200,7 @@ class Accounts(RuleBasedStateMachine):
         self.stores[which].tenant(name).clear()
 
     @rule(which=which)
-    def lose_the_catalogue(self, which: int) -> None:
+    def lose_the_index(self, which: int) -> None:
         for store in self.stores:
             store.close()
         for suffix in ("", "-wal", "-shm"):

@@ -74,7 +74,7 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
             store.put("package", key_of(-turn - 1), {"a": torch.zeros(9)}, {})
             store.flush()
             assert store.stats()["bytes"] <= budget
-        if chance.random() < 0.3:  # the catalogue may go at any time
+        if chance.random() < 0.3:  # the index may go at any time
             store.close()
             for path in root.glob(f"{NAME}*"):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""The disk store's own promises: its catalogue, its accidents, and that it stays in its folder.
+"""The disk store's own promises: its index, its accidents, and that it stays in its folder.
 
 What all stores promise is in `support.StoreTests`; kills are in `test_store_crash.py`.
 """
@@ -73,7 +73,7 @@ def expect_whole(store: DiskStore, count: int = 4) -> None:
         assert store.note("alias", KEYS[number]) == {"n": number}
 
 
-# -- the catalogue can be lost ------------------------------------------------------------------
+# -- the index can be lost ------------------------------------------------------------------
 
 HARM: dict[str, Callable[[Path], object]] = {
     "deleted": lambda path: path.unlink(),
@@ -104,7 +104,7 @@ def test_a_book_that_is_harmed_is_written_anew(
     assert store.check() == [] and len(caplog.records) <= 1
     store.gc(0)
     assert [(e.key, e.pinned) for e in store.entries()] == [(KEYS[2], True)], (
-        "pins outlive the catalogue"
+        "pins outlive the index"
     )
     fill(store)
     assert len(list(store.entries())) == 8 and store.check() == []
@@ -330,7 +330,7 @@ def test_read_only_media_can_be_read(tmp_path: Path) -> None:
     assert said.count("told:") == 2 and said.count("refused:") == 2
     warnings = [line for line in said.split("\n") if line.startswith("WARNING")]
     assert len([line for line in warnings if "cannot be written" in line]) == 1
-    assert len(warnings) <= 2, "one for the store, one for its catalogue"
+    assert len(warnings) <= 2, "one for the store, one for its index"
 
 
 # -- never outside the store -------------------------------------------------------------------

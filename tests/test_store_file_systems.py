@@ -94,7 +94,7 @@ def test_a_full_disk_holds_up_neither_answers_nor_statistics(
     room: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With no room at all, with some for the catalogue alone, and with some for a few entries."""
+    """With no room at all, with some for the index alone, and with some for a few entries."""
     rounds, real = [0], Writer._round
 
     def counted(writer: Writer) -> bool:
@@ -197,7 +197,7 @@ def test_a_disk_that_is_taken_away_is_not_written_beneath(
 
 @pytest.mark.parametrize("salted", [False, True])
 def test_a_full_disk_is_emptied_entry_by_entry(tmp_path: Path, salted: bool) -> None:
-    """Also where each entry is smaller than what the catalogue's journal takes to forget it."""
+    """Also where each entry is smaller than what the index's journal takes to forget it."""
     disk = tmp_path / "disk"
     names = [under_salt("ann", str(n)) if salted else f"tenant {n}" for n in range(120)]
     with mounted(disk, "3m"):

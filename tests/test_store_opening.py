@@ -1,4 +1,4 @@
-"""A store's catalogue opened while another process has it: whoever comes second waits a moment."""
+"""A store's index opened while another process has it: whoever comes second waits a moment."""
 
 from __future__ import annotations
 

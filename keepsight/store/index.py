@@ -339,7 +339,11 @@ class Index:
             rows = self.look(lambda base, v=values: base.execute(query, v).fetchall(), none)  # type: ignore[misc]
             if not rows:
                 return
-            yield from map(_entry, rows)
+            try:
+                yield from map(_entry, rows)
+            except sqlite3.DatabaseError as error:
+                self.delete()
+                raise StoreError(f"{self.files.path(NAME)}: {error}; it is filled anew") from error
             after = rows[-1]["id"]
 
     def is_sound(self) -> bool:
@@ -348,7 +352,7 @@ class Index:
             check = "PRAGMA integrity_check(1)"
             found = self.look(lambda base: base.execute(check).fetchone()[0], "ok")
             return found == "ok" and all(True for _ in self.entries(Scope()))
-        except (StoreError, sqlite3.DatabaseError):
+        except StoreError:
             return False
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-_PLACE = 4096  # least size of an entry: a disk block, a catalogue row
+_PLACE = 4096  # least size of an entry: a disk block, a row of the index
 MOST_TENANTS = 10_000  # tenants whose counts are in memory
 K = TypeVar("K")
 V = TypeVar("V")

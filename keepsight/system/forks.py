@@ -1,4 +1,4 @@
-"""Forks: takes catalogues before a process forks, and resets objects in the child.
+"""Forks: takes the indexes of stores before a process forks, and resets objects in the child.
 
 A forked process has only the thread that forked, and a copy of all memory at that moment. So what
 other threads may hold is taken first, waiting a few seconds at most. In the child, each object
