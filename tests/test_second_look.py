@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ import torch
 from PIL import Image
 
 import keepsight as ks
-from keepsight.errors import StoreError
+from keepsight.errors import NotStored, StoreError
 from keepsight.store import About, DiskStore, open_store
+from keepsight.store.disk import Disk
 
 
 def key(name: str) -> str:
@@ -98,6 +101,32 @@ def test_a_row_that_cannot_be_read_is_named_and_the_next_call_works(tmp_path: Pa
     assert len(list(store.entries())) == 4
     assert sum(entry.pinned for entry in store.entries()) == 1
     store.close()
+
+
+def test_an_index_that_goes_while_entries_are_written_loses_them_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    store, enter = DiskStore(tmp_path), Disk._enter
+
+    def entered(self: Disk, *given: Any) -> None:
+        enter(self, *given)
+        kept.append(os.open(tmp_path / "index.sqlite", os.O_RDONLY))  # nobody gets its number
+        for file in tmp_path.glob("index.sqlite*"):
+            file.unlink()
+
+    kept: list[int] = []
+    monkeypatch.setattr(Disk, "_enter", entered)
+    store.put("snapshot", key("new"), {"x": torch.ones(4)}, {})
+    with pytest.raises(NotStored):
+        store.flush()
+    assert not store.has("snapshot", key("new"))
+    monkeypatch.undo()
+    store.put("snapshot", key("new"), {"x": torch.ones(4)}, {})
+    store.flush()
+    assert store.has("snapshot", key("new")) and store.check() == []
+    store.close()
+    os.close(*kept)
 
 
 def test_nothing_stands_on_what_another_process_removed(tmp_path: Path) -> None:

@@ -211,7 +211,14 @@ class Disk:
             files.together(part.sync for _, part in begun)
             there = [job for job in jobs if became.get(job.name) == THERE]
             self._index.change(lambda base: self._enter(base, there, begun, became))
-            self._index.change(lambda base: _put_in_place(base, begun, became))
+            entered = self._index.file
+
+            def put_in_place(base: Base) -> None:
+                if self._index.file != entered:  # a missing row says nothing about a deletion
+                    raise OSError(f"the index of {self.root} was lost while entries were written")
+                _put_in_place(base, begun, became)
+
+            self._index.change(put_in_place)
             self._files.sync_folders(part for _, part in begun)
             self._writer.uses.over -= {job.name for job, _ in begun}
         finally:

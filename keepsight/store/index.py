@@ -295,7 +295,7 @@ class Index:
         self.files = files
         self._lock = threading.RLock()
         self._base: Base | None = None
-        self._file: tuple[int, int] | None = None  # device and inode
+        self.file: tuple[int, int] | None = None  # device and inode of what is open
         self._is_read_only = False
         self._is_lost = False  # in a child of a process that forked while it was in use
         forks.hold(self)
@@ -380,7 +380,7 @@ class Index:
         if self._is_lost:
             raise StoreError(f"{self.files.root}: its process forked while it was in use")
         may_write = self._is_read_only and os.access(self.files.root, os.W_OK)
-        if self._base is not None and self._identity() == self._file and not may_write:
+        if self._base is not None and self._identity() == self.file and not may_write:
             return self._base
         self.close()
         status = self.files.status(NAME)
@@ -396,7 +396,7 @@ class Index:
         except BaseException:
             base.close()
             raise
-        self._base, self._file = base, self._identity()
+        self._base, self.file = base, self._identity()
         return base
 
     def _connect(self) -> Base:
