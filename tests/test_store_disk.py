@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from keepsight.store import About, DiskStore, Entry, index, layout, open_store
 from keepsight.store.contract import EntryName
 from keepsight.store.files import Folder
 from keepsight.store.index import NAME, Index
+from keepsight.store.writer import Writer
 
 
 @pytest.fixture(autouse=True)
@@ -641,6 +643,33 @@ def test_counts_outlive_the_process(tmp_path: Path, opened: Any) -> None:
     told = opened(tmp_path).stats()
     assert (told["hits"], told["ever"]["hits"], told["ever"]["misses"]) == (0, 8, 1)
     assert told["ever"]["written"] == 8
+
+
+def test_what_is_counted_during_the_last_round_is_kept(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, look_after = opened(tmp_path), Writer._look_after
+    fill(store)
+
+    def slowly(self: Writer) -> float | None:
+        pause = look_after(self)
+        if threading.current_thread().name == "keepsight-store":
+            reached.set()
+            go_on.wait(10)
+        return pause
+
+    reached, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(Writer, "_look_after", slowly)
+    store.get("package", KEYS[0])  # wakes the thread
+    assert reached.wait(10)
+    store.get("package", KEYS[7])
+    ending = threading.Thread(target=store.close)
+    ending.start()
+    while not store.keeper._writer._is_ending:
+        time.sleep(0.01)
+    go_on.set()
+    ending.join(20)
+    assert opened(tmp_path).stats()["ever"]["misses"] == 1
 
 
 # -- opening -----------------------------------------------------------------------------------

@@ -295,9 +295,10 @@ class Writer:
                     self._changed.wait(min(_SLEEP, _SLEEP if pause is None else pause))
                 if not self._order and (self.uses.read or self.uses.over):
                     self._changed.wait_for(lambda: self._order or self._is_ending, _REST)
+                is_last = self._is_ending  # what was counted before it was told to end is kept
             pause = self._round()
             with self._changed:
-                if self._is_ending and not self._order:
+                if is_last and not self._order:
                     self._let_go()
                     self._thread, self._is_ending = None, False
                     return

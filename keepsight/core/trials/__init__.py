@@ -1,1 +1,1 @@
-"""Tries on the model at hand what is exact: any cut, a graph, an unlisted model type."""
+"""Tries on the model at hand whether any cut is exact, and keeps what was found."""
