@@ -20,6 +20,7 @@ import keepsight as ks
 from keepsight.errors import NotStored, StoreError
 from keepsight.store import About, DiskStore, open_store
 from keepsight.store.disk import Disk
+from keepsight.store.index import Index
 
 
 def key(name: str) -> str:
@@ -100,6 +101,23 @@ def test_a_row_that_cannot_be_read_is_named_and_the_next_call_works(tmp_path: Pa
         list(store.entries())
     assert len(list(store.entries())) == 4
     assert sum(entry.pinned for entry in store.entries()) == 1
+    store.close()
+
+
+def test_an_index_that_fails_once_stops_no_reading_and_is_over_when_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+    store = DiskStore(tmp_path)
+
+    def failing(*given: object) -> None:
+        raise StoreError("the index fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "look", failing)
+        assert store.below("snapshot", None, 4) == {} and store.stats()["state"] == "failing"
+        assert store.get("snapshot", key("s0")) is not None
+    assert store.stats()["state"] == "ok" and store.below("snapshot", None, 4)
     store.close()
 
 

@@ -81,6 +81,7 @@ class Disk:
         )
         self._files, self._index = folder, Index(folder)
         self._reads = Health(f"the store {folder.root} cannot be read")
+        self._listing = Health(f"the index of the store {folder.root} cannot be read")
         self._pins = Health(f"the store {folder.root} takes nothing more")
         self._writer = Writer(self.label, waiting, self._write, self._tidy, self._index.close)
         self.drain, self.flush, self.close = (
@@ -176,12 +177,15 @@ class Disk:
     def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
         """Dependents of an entry, of its kind, level by level; for None, entries without a base. A
         conversation is a chain of entries: one query finds many of them."""
+        if self._listing.is_aside:
+            return {}
         try:
             none: dict[str | None, list[EntryName]] = {}
             listed = self._index.look(lambda b: _levels(b, tenant, kind, base, count), none)
         except StoreError as error:
-            self._reads.failed(error)
+            self._listing.failed(error)
             return {}
+        self._listing.worked()
         names = [name for level in listed.values() for name in level]
         read = self._read(files.read_record, names)
         return {
@@ -456,10 +460,11 @@ class Disk:
 
         try:
             kinds, ever = self._index.look(look, (kinds, ever))
+            self._listing.worked()
         except StoreError as error:
-            self._reads.failed(error)
+            self._listing.failed(error)
             counted = None
-        healths = (self._writer.health, self._reads, self._pins)
+        healths = (self._writer.health, self._reads, self._listing, self._pins)
         worst = next((health for health in healths if health.state != OK), self._writer.health)
         return {
             "root": self.label,
