@@ -513,6 +513,31 @@ def test_what_lost_its_base_is_not_written(store: RemoteStore) -> None:
     assert names(store) == set() and store.check() == [], "nor is its state kept"
 
 
+def test_an_address_that_failed_is_left_alone(store: RemoteStore) -> None:
+    Line.fail = staticmethod(
+        lambda asked, path: OSError("no") if asked == "mv" and "package" in path else None
+    )
+    put(store, 1)
+    store.keeper.drain()
+    Line.fail = staticmethod(lambda asked, path: None)
+    assert store.stats()["state"] == "unreachable"
+    put(store, 2)
+    with pytest.raises(StoreError, match="2 not written"):
+        store.flush()
+    put(store, 2)
+    store.flush()
+    assert store.stats()["state"] == "ok" and store.has("package", KEYS[2])
+
+
+def test_a_state_goes_with_a_snapshot_that_is_refused_later(store: RemoteStore) -> None:
+    """They come in two batches of the writer."""
+    put(store, 5, About(depends_on=("snapshot", KEYS[5])), "state")
+    store.keeper.drain()
+    put(store, 5, About(depends_on=("snapshot", KEYS[6])), "snapshot")
+    store.flush()
+    assert names(store) == set() and store.check() == []
+
+
 def test_delete_takes_what_stands_on_it(store: RemoteStore) -> None:
     tower(store)
     total = sum(entry.nbytes for entry in store.entries())

@@ -30,6 +30,7 @@ NAME = "index.sqlite"
 AT_ONCE = 256  # entries removed in one transaction
 _VERSION = 1
 _JOURNAL = 128  # pages of 4 KiB; a larger journal would hurt a nearly full disk
+_FILLING = 16  # such pages while it is filled, perhaps because a full disk has no room for more
 _PATIENCE = 5.0  # seconds to wait for another process to finish its transaction
 _PAGE = 1000
 _TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter if SQLite's message is damaged
@@ -426,6 +427,7 @@ class Index:
         does it in another."""
         if fact(base, "complete"):
             return
+        base.execute(f"PRAGMA wal_autocheckpoint = {_FILLING}")
         try:
             for tenant in self.files.tenants():
                 for shard in self.files.shards(tenant):
@@ -438,6 +440,7 @@ class Index:
             for name in self.pins():
                 pin(base, name, True)
             base.execute("INSERT OR REPLACE INTO fact VALUES ('complete', 1)")
+        base.execute(f"PRAGMA wal_autocheckpoint = {_JOURNAL}")
 
     def pins(self) -> Iterator[EntryName]:
         """Every pin. It is a small file, so that it outlives the index."""
@@ -532,14 +535,19 @@ class Index:
     ) -> list[tuple[EntryName, int]]:
         if not self.is_store():
             return []
-        try:
-            removed = self.change(some)
-        except StoreError as error:
-            if health.named(error) != health.FULL:
-                raise
-            removed = self.change(some)  # the files that are gone by now made room for the rows
-        except OSError as error:
-            raise StoreError(f"{self.files.root}: entries cannot be removed: {error}") from error
+        for attempt in range(3):
+            try:
+                removed = self.change(some)
+                break
+            except StoreError as error:
+                if attempt == 2 or health.named(error) != health.FULL:
+                    raise
+                if attempt:  # its journal is the larger part, and finds no room to be written back
+                    self.delete()
+                # Otherwise the files that are gone by now may have made room for the rows.
+            except OSError as error:
+                where = self.files.root
+                raise StoreError(f"{where}: entries cannot be removed: {error}") from error
         self.files.remove_empty(layout.place(*name) for name, _ in removed)
         return removed
 

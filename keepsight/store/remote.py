@@ -459,7 +459,7 @@ class Remote:
                 became |= {job.name: what for job, what in results}
         for job in jobs:
             if became[job.name] == REFUSED:  # its state came before it
-                self._remove_above(job.name, jobs)
+                self._remove_above(job.name)
         if failed:
             self._writer.health.failed(failed[0], UNREACHABLE)
         return became
@@ -498,10 +498,13 @@ class Remote:
             self._seen.removed(name)
             return False
 
-    def _remove_above(self, name: EntryName, jobs: list[Job]) -> None:
-        for job in jobs:
-            if job.name.key == name.key and job.about.depends_on == name[:2]:
-                self._remove_one(job.name, None)
+    def _remove_above(self, name: EntryName) -> None:
+        """Remove what depends on an entry of its own key; an earlier batch may have written it."""
+        for kind in layout.KINDS:
+            above = EntryName(kind, name.key, name.tenant)
+            metadata = None if above == name else self._look(above)
+            if metadata is not None and layout.about_of(metadata).depends_on == name[:2]:
+                self._remove_one(above, None)
 
     # -- many entries ----------------------------------------------------------------------------
 

@@ -325,7 +325,8 @@ class Writer:
         if not self.health.is_aside:
             try:
                 became = self._write(batch)
-                self.health.worked()
+                if not self.health.is_aside:  # some of it may have failed
+                    self.health.worked()
             except Exception as error:
                 self.health.failed(error)
                 why = reason(error)
@@ -333,7 +334,10 @@ class Writer:
             with self._changed:
                 if self.jobs.get(job.name) is job:
                     self._forget(job)
-            self._settle(job.name, became.get(job.name, why))
+            what, on = became.get(job.name, why), job.about.depends_on
+            if what == REFUSED and on is not None:  # what lost its base is lost with it
+                what = self._lost.get(EntryName(*on, job.name.tenant), what)
+            self._settle(job.name, what)
 
     def _settle(self, name: EntryName, what: str) -> None:
         if what in (WRITTEN, REFUSED):
