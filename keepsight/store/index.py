@@ -535,9 +535,14 @@ class Index:
     ) -> list[tuple[EntryName, int]]:
         if not self.is_store():
             return []
+        removed: dict[EntryName, int] = {}  # their files are gone, whatever becomes of the rows
+
+        def noted(base: Base) -> None:
+            removed.update(some(base))
+
         for attempt in range(3):
             try:
-                removed = self.change(some)
+                self.change(noted)
                 break
             except StoreError as error:
                 if attempt == 2 or health.named(error) != health.FULL:
@@ -548,8 +553,8 @@ class Index:
             except OSError as error:
                 where = self.files.root
                 raise StoreError(f"{where}: entries cannot be removed: {error}") from error
-        self.files.remove_empty(layout.place(*name) for name, _ in removed)
-        return removed
+        self.files.remove_empty(layout.place(*name) for name in removed)
+        return list(removed.items())
 
     def _remove(self, base: Base, name: EntryName) -> int:
         """Remove an entry's file, its pin and its row; return the bytes freed."""
