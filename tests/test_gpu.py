@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, folder_of, picture
+from models import build, folder_of, picture, stock_inputs
 from test_exact import cold, conversation, logits
 
 import keepsight as ks
@@ -63,7 +63,8 @@ def test_recorded_passes_answer_as_the_modules_do(kind: str) -> None:
     with wrapped((model, processor)) as vlm:
         for messages in conversation():
             asked = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
-            inputs = vlm.inputs(messages)
+            given = stock_inputs(processor, messages)
+            inputs = {name: tensor.to("cuda") for name, tensor in given.items()}
             ours = vlm.generate(**inputs, **asked, do_sample=False)
             theirs = model.generate(**inputs, **asked, do_sample=False)
             for step, (one, other) in enumerate(zip(ours.logits, theirs.logits, strict=True)):

@@ -20,7 +20,7 @@ import torch
 
 from keepsight.core.decoding.drafts import DraftCounts, EarlierAnswers, Guesses, PassCosts
 from keepsight.core.decoding.forward import LanguageModel, Stretch, ordinary_ids
-from keepsight.core.decoding.lanes import SHARE, Lanes, restore, shared
+from keepsight.core.decoding.lanes import Lanes, restore, shared
 from keepsight.core.decoding.placement import Placement
 from keepsight.core.decoding.positions import place
 from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler, check_length, sampler
@@ -60,7 +60,7 @@ class Engine:
         self._room = self._budget = budget  # for all of memory, and for what runs at a time
         self.shape, self.decoder = (
             shape,
-            LanguageModel(memory.model, memory.family, shape, budget // SHARE),
+            LanguageModel(memory.model, memory.family, shape, budget // 2),
         )
         self.lanes = Lanes(memory.model, shape, budget)
         self.answers, self._costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()

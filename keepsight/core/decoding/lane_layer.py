@@ -215,8 +215,8 @@ class JoinedLayer(LaneLayer):
         return key_states, value_states
 
     def get_seq_length(self, *more: object, **options: object) -> int:
-        """Tokens of the longest lane."""
-        return max(layer.length for layer in self._layers)
+        """As if no token was there before this pass: masks are made of this and the next."""
+        return 0
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
         """Of the tokens of this pass alone: attention makes the masks of each lane itself."""
