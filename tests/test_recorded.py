@@ -106,14 +106,15 @@ def test_recorded_passes_answer_as_stock_does(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
-def test_sequences_share_recorded_passes_and_make_way_for_each_other() -> None:
+@pytest.mark.parametrize("keys", [700, 2500, 100_000])
+def test_sequences_share_recorded_passes_and_make_way_for_each_other(keys: int) -> None:
     model, processor = build("qwen3_vl")
     asked = [[turn(f"Question {i} about it, in a few words?", picture(i))] for i in range(6)]
     with ks.wrap(model, processor) as vlm:
         alone = [vlm.chat(one, max_new_tokens=20, do_sample=False).tokens for one in asked]
     with ks.wrap(model, processor) as vlm:
         vlm.chat(asked[0], max_new_tokens=2)
-        decoder_of(vlm)._room = 700 * vlm.runtime.engine.bytes_per_token[0]  # for some at a time
+        decoder_of(vlm)._room = keys * vlm.runtime.engine.bytes_per_token[0]
         decoder_of(vlm).forget()
         with ThreadPoolExecutor(6) as threads:
             asking = [

@@ -107,7 +107,7 @@ class Recorder:
     def run(self, segments: Sequence[Stretch]) -> list[torch.Tensor | None] | None:
         """The logits that each segment asked for; None where the pass has to run as it is."""
         rows, count = len(segments), max(len(one.ids) for one in segments)
-        if rows * count > Recorder.MOST or (rows > 1 and count > 1):
+        if rows * count > self.MOST or (rows > 1 and count > 1):
             return None
         count = 1 << (count - 1).bit_length()
         if not self._ready([one.lane for one in segments]):
@@ -157,10 +157,10 @@ class Recorder:
         return True
 
     def _make(self, like: Sequence[tuple[torch.Tensor, torch.Tensor]], keys: int) -> None:
-        """Pools of that many keys, and `Recorder.MOST` more for rows that no sequence has."""
+        """Pools of that many keys, and `MOST` more for rows that no sequence has."""
         self._pools, self._recordings, self._memory = [], {}, None  # before there are new ones
         for pair in like:
-            of_k, of_v = (x.new_zeros(keys + Recorder.MOST, *x.shape[1:]) for x in pair)
+            of_k, of_v = (x.new_zeros(keys + self.MOST, *x.shape[1:]) for x in pair)
             self._pools.append((of_k, of_v))
 
     @property
@@ -175,14 +175,15 @@ class Recorder:
             if place is not None and place.room < end:
                 one.lane.settle()
                 del self._places[one.lane]
-        missing = [i for i, one in enumerate(segments) if one.lane not in self._places]
-        for i in missing:
-            wanted = max(ends[i], *(layer.reserved for layer in segments[i].lane.full))
-            room = -(-wanted // _STEP) * _STEP + Recorder.MOST
-            start = self._space(room, [one.lane for one in segments])
+        needed = [one.lane for one in segments]
+        while missing := [i for i, lane in enumerate(needed) if lane not in self._places]:
+            first = missing[0]  # the pool may grow for it, which takes the places of all
+            wanted = max(ends[first], *(layer.reserved for layer in needed[first].full))
+            room = -(-wanted // _STEP) * _STEP + self.MOST
+            start = self._space(room, needed)
             if start is None:
                 return None
-            self._places[segments[i].lane] = _Place(start, room)
+            self._places[needed[first]] = _Place(start, room)
         places = []
         for one in segments:
             place = self._places[one.lane]
@@ -194,7 +195,7 @@ class Recorder:
     def _space(self, room: int, needed: Sequence[Lane]) -> int | None:
         """The first of that many free keys; others make way, and the pool grows, if need be."""
         while True:
-            start = Recorder.MOST
+            start = self.MOST
             for place in sorted(self._places.values(), key=lambda one: one.start):
                 if place.start - start >= room:
                     return start
@@ -215,9 +216,9 @@ class Recorder:
         """Twice the pool, or as much as is missing; what lies in it goes to the lanes."""
         for lane in list(self._places):
             lane.settle()
-        have = len(self._pools[0][0]) - Recorder.MOST
-        keys = max(2 * have, have + room)
-        if keys > self._most_keys:
+        have = len(self._pools[0][0]) - self.MOST
+        keys = min(max(2 * have, have + room), self._most_keys)
+        if keys < have + room:
             return False
         self._places.clear()
         like = [
