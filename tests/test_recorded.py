@@ -70,7 +70,7 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded._Recording, "record", record)
     monkeypatch.setattr(recorded, "_shared_memory", lambda device: None)
     monkeypatch.setattr(forward, "_DEVICE", "cpu")
-    monkeypatch.setattr(recorded.Recorder, "can", staticmethod(lambda model, shape: True))
+    monkeypatch.setattr(recorded.RecordedPasses, "can", staticmethod(lambda model, shape: True))
     monkeypatch.setattr(recorded, "_LEAST", 64)
     find = AnyCut._why_not
     monkeypatch.setattr(AnyCut, "_why_not", lambda self, e: find(self, e) or "as on an accelerator")

@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from keepsight.core.decoding.lane_layer import JoinedLayer, LaneLayer, RowsLayer
 from keepsight.core.decoding.lane_mixer import JoinedMixer, MixerLayer
-from keepsight.core.decoding.recorded import Recorder
+from keepsight.core.decoding.recorded import RecordedPasses
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.core.decoding.steps import Steps
 from keepsight.core.kernels import passes
@@ -64,7 +64,7 @@ class LanguageModel:
         self._room = room  # bytes of a recorder
         self._exported = hasattr(model, "exported")
         self.steps: Steps | None = None  # layers without their modules
-        self.recorder: Recorder | None = None  # of short passes on an accelerator
+        self.recorder: RecordedPasses | None = None  # of short passes on an accelerator
         self._looked = False
         self._joins: bool | None = None  # whether torch's own kernels take sequences end to end
         self._rows: tuple[list[Lane], DynamicCache] | None = None  # of a graph's last pass
@@ -170,7 +170,9 @@ class LanguageModel:
 
     def _recorded(self, segments: Sequence[Stretch]) -> list[torch.Tensor | None] | None:
         """A short pass as it was recorded; None where it has to run as it is."""
-        if sum(len(one.ids) for one in segments) > Recorder.MOST or not self._are_text(segments):
+        if sum(len(one.ids) for one in segments) > RecordedPasses.MOST or not self._are_text(
+            segments
+        ):
             return None
         if not self._looked:
             self._looked = True  # its passes come here too
@@ -187,11 +189,11 @@ class LanguageModel:
             one.lane.length = one.end
         return found
 
-    def _tried_recorder(self) -> Recorder | None:
+    def _tried_recorder(self) -> RecordedPasses | None:
         """A recorder whose passes give what the model gives, to rounding."""
-        if not Recorder.can(self._model, self.shape):
+        if not RecordedPasses.can(self._model, self.shape):
             return None
-        found, tried = list[list[torch.Tensor | None]](), Recorder(self._model, self._room)
+        found, tried = list[list[torch.Tensor | None]](), RecordedPasses(self._model, self._room)
         for self.recorder in (None, tried):
             lane, ends = Lane(self._model, self.shape), (9, 10, 15)
             found.append([self._pass([self._scratch(lane, end)], None)[0] for end in ends])

@@ -54,7 +54,7 @@ class _Place:
 class _PoolLayer(DynamicLayer):
     """One layer of all sequences of a recording."""
 
-    def __init__(self, recorder: Recorder, index: int) -> None:
+    def __init__(self, recorder: RecordedPasses, index: int) -> None:
         super().__init__()
         self._recorder, self._index = recorder, index
         self.is_initialized = True
@@ -77,7 +77,7 @@ class _PoolLayer(DynamicLayer):
         return query_length, 0
 
 
-class Recorder:
+class RecordedPasses:
     """Records and replays the short passes of one model."""
 
     MOST = 64  # tokens of a pass; longer ones keep the device busy
