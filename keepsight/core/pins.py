@@ -209,7 +209,7 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
 
 def _has_dependents(node: Node) -> bool:
     """Whether another entry depends on this snapshot."""
-    return any(child.rows.tier or child.entry for child in node.children.values())
+    return any(child.tier or child.entry for child in node.children.values())
 
 
 def _named(vision: Vision, what: object) -> list[Medium]:

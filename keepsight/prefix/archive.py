@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keepsight.kinds import Record
-from keepsight.prefix.node import LOGITS, Node, Stored, Tensors, cut, fixed_of
+from keepsight.prefix.node import LOGITS, Node, Stored, Tensors, cut
 from keepsight.prefix.prompt import Prompt, Span, shift
 from keepsight.store import About, Below, Store
 
@@ -27,16 +27,16 @@ StoredEntry = tuple[Tensors, Record]
 def write(store: Store, node: Node, ttl: float | None, cost: float) -> None:
     """Write a node to a store, after those ancestors that the store has lost."""
     chain = node.chain()
-    if node.state.tensors and node.own_entry is None:
+    if node.ends and node.own_entry is None:
         node.entry = None  # a state needs an entry that ends with it
     first = len(chain)
     while first and not is_there(store, chain[first - 1]):
         first -= 1
-    if not all(n.rows.tier for n in chain[first:]):
+    if not all(n.tier for n in chain[first:]):
         return  # useless in a store without what it depends on
     for n in chain[first:]:
         _write_rows(store, n, ttl, cost if n is node else 0.0)
-    entry, logits = node.entry, (node.state.tensors or {}).get(LOGITS)
+    entry, logits = node.entry, node.ends.get(LOGITS)
     if logits is not None and entry is not None and not store.has(STATE, entry.ending):
         about = About(cost, (SNAPSHOT, entry.name), _media_of(node), ttl)
         _settled(node)
@@ -56,10 +56,10 @@ def _write_rows(store: Store, node: Node, ttl: float | None, cost: float) -> Non
     base = None if above.parent is None else (SNAPSHOT, above.entry.name)
     prompt = Prompt.of_path(node.start, node.ids, node.spans)
     name = prompt.segment_digest(above.entry.name, node.start, node.end)
-    media, fixed = _media_of(node), fixed_of(node.state)
-    if fixed is not None:
+    media = _media_of(node)
+    if node.states:
         about = About(cost, (SNAPSHOT, name), media, ttl)
-        store.put(STATE, name, fixed, {"end": node.end}, about)
+        store.put(STATE, name, node.states, {"end": node.end}, about)
     spans = shift(node.spans, -node.start)
     record = {
         "parent": above.entry.name,
@@ -69,7 +69,7 @@ def _write_rows(store: Store, node: Node, ttl: float | None, cost: float) -> Non
         "ids": node.ids.tolist(),  # others compare the path before they read tensors
         "whole_spans": [list(span.all()) for span in spans],
     }
-    rows = {f"kv/{name}": tensor for name, tensor in (node.rows.tensors or {}).items()}
+    rows = {f"kv/{name}": tensor for name, tensor in node.rows.items()}
     tensors = {**rows, "ids": torch.from_numpy(node.ids)}
     store.put(SNAPSHOT, name, tensors, record, About(cost, base, media, ttl))
     node.entry, node.unreadable = Stored(name, node.start, node.end), False
@@ -81,9 +81,8 @@ def _media_of(node: Node) -> tuple[str, ...]:
 
 def _settled(node: Node) -> None:
     """Wait until copies to the host are complete."""
-    for part in node.parts:
-        if part.way is not None:
-            part.way.fence.wait()
+    if node.way is not None:
+        node.way.fence.wait()
 
 
 def rows_of(store: Store, nodes: Sequence[Node]) -> Iterator[tuple[Node, Tensors | None]]:
