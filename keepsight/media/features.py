@@ -29,6 +29,7 @@ from keepsight.store import About, Store
 
 _VIDEOS = 8  # videos whose step names are remembered
 _COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for videos
+Looked = tuple[str, Medium | Package | Inspected]  # a medium and its modality, not yet named
 COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
 
 
@@ -361,13 +362,28 @@ class Vision:
         self._counts["in_pieces"] += bool(self.tower.parts.cut)
         self.parts.add(self.tower.parts)
 
-    def name_any(self, image: object) -> Medium:
-        """The medium behind what `encode` takes: a picture, a medium, or a part of a message."""
+    def look_any(self, image: object) -> Looked:
+        """Look at what `encode` takes: a picture, a medium, or a part of a message. Thread-safe."""
         image = opened(image)
         modality = image.modality if isinstance(image, Medium | Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)
-        return self.name(image, modality)
+            image = opened(image)
+        if isinstance(image, Medium | Package):
+            return modality, image
+        return modality, self.namer.look(image, modality)
+
+    def name_looked(self, looked: Looked) -> Medium:
+        """The medium behind a look; it is known from now on."""
+        modality, thing = looked
+        if not isinstance(thing, Inspected):
+            return self.name(thing, modality)
+        self._counts["named"] += 1
+        return self.admit_looked(thing)
+
+    def name_any(self, image: object) -> Medium:
+        """The medium behind what `encode` takes."""
+        return self.name_looked(self.look_any(image))
 
     def encode(self, image: object) -> Package:
         """The package of an image in any form, with the processor's prompt text for it."""
