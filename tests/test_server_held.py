@@ -245,10 +245,7 @@ def trace(vlm: Any) -> Any:
         if node.tier
     }
     order = [(node.end, node.code) for node in memory.tree.device.order]
-    shelves = [
-        {place: (held.uses, held.order) for place, held in shelf._held.items()}
-        for shelf in (memory.caches.packages, memory.caches.pixels)
-    ]
+    shelves = [list(shelf._held) for shelf in (memory.caches.packages, memory.caches.pixels)]
     entries = {(entry.kind, entry.key) for entry in memory.store_of("").entries()}
     counts = (memory.tree.promotions, memory.engine.prefill_tokens)
     return nodes, order, shelves, entries, counts

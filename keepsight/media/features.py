@@ -271,11 +271,11 @@ class Vision:
         if package is not None:
             self._counts["memory"] += 1
             return package.on(device), "memory"
-        start, tier = time.perf_counter(), self._tier(medium.feature_id)
+        tier = self._tier(medium.feature_id)
         package = self._from_store(medium.feature_id, medium.tokens)
         if package is not None:
             self._counts["disk"] += 1
-            self._keep(package, 1e3 * (time.perf_counter() - start))
+            self._keep(package)
             return package, tier
         if medium.steps:
             return self._video(medium, keep)
@@ -306,7 +306,7 @@ class Vision:
             package = self._from_store(name, tokens)
             if package is None:
                 return "tower"
-            self._keep(package, 1.0)
+            self._keep(package)
         known[name] = package.on(self._family.model.device)
         return tier
 
@@ -316,7 +316,7 @@ class Vision:
             self.tower.forget()  # what shared the pass is no better
             return
         for package in made:
-            self._keep(package, cost / len(made))
+            self._keep(package)
             if self._shared:
                 self.store_package(package, cost / len(made))
 
@@ -330,8 +330,8 @@ class Vision:
             self._store.put_note("made", kept.identity, {"feature_id": kept.feature_id}, about)
         return kept
 
-    def _keep(self, package: Package, cost: float) -> None:
-        self._caches.packages.put(self._tenant, package.feature_id, package, cost)
+    def _keep(self, package: Package) -> None:
+        self._caches.packages.put(self._tenant, package.feature_id, package)
 
     def _from_store(self, feature_id: str, tokens: int) -> Package | None:
         found = self._store.get("package", feature_id) if self._store is not None else None

@@ -35,7 +35,6 @@ from keepsight.kinds import Options, Record
 from keepsight.store import files, layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName
 from keepsight.store.health import OK, UNREACHABLE, Health
-from keepsight.store.priority import trim
 from keepsight.store.tenants import Store
 from keepsight.store.writer import (
     REFUSED,
@@ -641,7 +640,7 @@ class Remote:
         if known is None or (known.done() and time.monotonic() >= until):
             known = Future()
             self._counts[tenant] = known, time.monotonic() + _COUNTED
-            trim(self._counts)
+            trim(self._counts, _MOST)
             if begin(lambda: self._count_now(tenant, known), "keepsight-count") is None:
                 self._count_now(tenant, known)
         wait([known], seconds)
@@ -704,6 +703,12 @@ class Remote:
             raise
         except Exception as error:
             raise StoreError(f"{self.label}: entries cannot be {what}: {error}") from error
+
+
+def trim(table: dict[S, T], most: int) -> None:
+    """Drop the oldest rows of a table."""
+    while len(table) > most:
+        table.pop(next(iter(table)), None)
 
 
 def _add(kinds: Kinds, kind: str, nbytes: int) -> None:

@@ -19,7 +19,6 @@ from keepsight.kinds import Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Content, Entry, EntryName, Name
 from keepsight.store.health import Health, reason
-from keepsight.store.priority import trim
 from keepsight.system import forks
 from keepsight.system.devices import COMPLETE, Fence, to_host
 from keepsight.system.exits import STORES, begin, finish_before_exit
@@ -35,6 +34,7 @@ _BATCH, _BATCH_BYTES = 64, 64 << 20
 _REST = 1.0  # seconds over which uses are collected
 _SLEEP = 60.0  # the longest time between two looks at the store
 _GATHERED = 100_000  # uses that wait for a store that refuses
+_TENANTS = 10_000  # whose counts are in memory
 _NAMED = 1000  # lost entries that are named; of others only the number is known
 
 
@@ -100,7 +100,8 @@ class Counts:
             self._all[what] += more
             self._of.setdefault(tenant, Counter())[what] += more
             self._of.move_to_end(tenant)
-            trim(self._of)
+            while len(self._of) > _TENANTS:
+                self._of.popitem(last=False)
             if len(self._fresh) < _GATHERED:
                 self._fresh[f"{what} {tenant}"] += more
 
