@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -45,7 +45,6 @@ from keepsight.store.writer import (
     Uses,
     Writer,
 )
-from keepsight.system.exits import begin
 from keepsight.system.lock import Mutex
 
 if TYPE_CHECKING:
@@ -71,9 +70,8 @@ _AT_ONCE = 16  # concurrent requests
 _HEAD = 64 << 10  # bytes within which the record of a file usually ends
 _MOST = 200_000  # names and folders kept in memory
 _SURE, _DOUBTFUL = 600.0, 5.0  # seconds for which "present" and "absent" are believed
-_COUNTED = 30.0  # seconds for which a count is believed
 Kinds = dict[str, dict[str, int]]  # entries and bytes of each kind
-_Count = tuple[Kinds, float | None]  # and when it was counted
+Table = dict[EntryName, tuple[Entry, Record]]  # with the metadata in its file
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -221,7 +219,6 @@ class Seen:
     def __init__(self) -> None:
         self._lock = Mutex()
         self._known: OrderedDict[EntryName, tuple[Record | None, float]] = OrderedDict()
-        self.foreign: dict[EntryName, None] = {}  # intact, of another version: not to be replaced
         self.removals = 0
 
     def find(self, name: EntryName) -> tuple[bool, Record | None]:
@@ -246,21 +243,12 @@ class Seen:
         self.removals += 1
         self.absent(name)
 
-    def is_foreign(self, name: EntryName) -> None:
-        """Record an entry of another version, which is unusable here."""
-        self.foreign[name] = None
-        trim(self.foreign, _MOST)
-        self.absent(name, float("inf"))
-
-    def old(self, name: EntryName) -> Record | None:
-        """Its metadata, however old: a file never changes under its name."""
-        return self._known.get(name, (None, 0.0))[0]
-
     def _put(self, name: EntryName, metadata: Record | None, seconds: float) -> None:
         with self._lock:
             self._known.pop(name, None)
             self._known[name] = (metadata, time.monotonic() + seconds)
-            trim(self._known, _MOST)
+            while len(self._known) > _MOST:
+                self._known.popitem(last=False)
 
 
 class Remote:
@@ -274,8 +262,7 @@ class Remote:
         self._writer = Writer(self.label, waiting, self._write, _nothing_to_do, _nothing_to_close)
         self.drain, self.flush = self._writer.drain, self._writer.flush
         self.close, self.retire = self._writer.close, self._writer.retire
-        self._counts: dict[str, tuple[Future[_Count], float]] = {}  # until when each is believed
-        self._lock = Mutex()
+        self._counted: dict[str, tuple[Kinds, float]] = {}  # by tenant, and when
         self._is_marked = False
         data = self._asked(None, lambda: link.read(layout.MARKER))
         try:
@@ -323,7 +310,6 @@ class Remote:
         except WrongFormatVersion as error:
             # Another version's entry is intact, and somebody may still want it.
             logger.warning("%s; left as it is", error)
-            self._seen.is_foreign(name)
             return None
         except FileError as error:
             # Damage on the way is no reason to remove what others can read.
@@ -351,7 +337,7 @@ class Remote:
         try:
             return self._header(name)[1]
         except WrongFormatVersion:
-            self._seen.is_foreign(name)
+            pass  # unusable here, and not to be replaced
         except FileError:
             self._read_one(name)  # damaged, or the connection broke: a full read finds out which
         return None
@@ -364,11 +350,12 @@ class Remote:
             return files.parse(self._link.read(place), name, where)
         data = self._link.read(place, 0, _HEAD)
         size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter answer is the whole object
-        record = tensorfile.parse_record(data, size, where)
+        kind = name.kind, files.FORMAT
+        record = tensorfile.parse_record(data, size, where, *kind)
         if isinstance(record, int):
-            record = tensorfile.parse_record(self._link.read(place, 0, record), size, where)
-        if isinstance(record, int) or record.get("kind") != name.kind:
-            raise DamagedFile(f"{where}: it is not the entry that its name says")
+            record = tensorfile.parse_record(self._link.read(place, 0, record), size, where, *kind)
+        if isinstance(record, int):
+            raise DamagedFile(f"{where}: its record is longer than it says")
         return files.of_its_name(name, ({}, record), where)
 
     def _is_live(self, name: EntryName, metadata: Record, since: int) -> bool:
@@ -478,16 +465,15 @@ class Remote:
             return str(error)
         if mark := layout.dependent_marker(job.name, on):
             self._link.write(mark, [b"{}"])
-        nbytes = self._link.write(layout.place(*job.name), parts)
+        self._link.write(layout.place(*job.name), parts)
         self._seen.there(job.name, job.metadata)
-        self._grew(job.name, nbytes)
         return WRITTEN
 
     def _is_there(self, name: EntryName, ask: bool = False) -> bool:
         """Whether it exists and need not be written. `ask`: others may have removed it."""
         known, found = self._seen.find(name)
         if known and not (ask and found is not None):
-            return found is not None or name in self._seen.foreign
+            return found is not None
         since = self._seen.removals
         try:
             return self._is_live(name, self._header(name)[1], since)
@@ -522,30 +508,22 @@ class Remote:
         """All entries that are not over, nor depend on one that is."""
         for whose in self.tenants() if tenant is None else [tenant]:
             table = self._table(whose)
-            over = [n for n, e in table.items() if e.expires is not None and self._is_over(e)]
-            gone = set(_with_dependents(table, over))
-            yield from (entry for name, entry in table.items() if name not in gone)
+            gone = {up for layer in _depths(table, _over(table)) for up in layer}
+            yield from (entry for name, (entry, _) in table.items() if name not in gone)
 
-    def _is_over(self, entry: Entry) -> bool:
-        return layout.expired(self._seen.old(entry.name))
-
-    def _table(self, tenant: str) -> dict[EntryName, Entry]:
+    def _table(self, tenant: str) -> Table:
         """Every entry with what its header says, including expired and damaged ones."""
         self.drain()
         with self._named_errors("listed"):
             found = list(self._found(tenant))
-            heads = self._link.each(self._known_metadata, [name for name, _ in found])
-            return {n: _entry(n, one, h) for (n, one), h in zip(found, heads, strict=True)}
+            heads = self._link.each(self._head_of, [name for name, _ in found])
+            return {n: (_entry(n, one, h), h) for (n, one), h in zip(found, heads, strict=True)}
 
-    def _known_metadata(self, name: EntryName) -> Record:
-        metadata, since = self._seen.old(name), self._seen.removals
-        if metadata is None:
-            try:
-                metadata = self._header(name)[1]
-            except (FileError, *_ABSENT):
-                return {}  # `check` reports it; here it only counts
-            self._seen.there(name, metadata, since)
-        return metadata
+    def _head_of(self, name: EntryName) -> Record:
+        try:
+            return self._header(name)[1]
+        except (FileError, *_ABSENT):
+            return {}  # `check` reports it; here it only counts
 
     def _found(self, tenant: str) -> Iterator[tuple[EntryName, RemoteObject]]:
         """Name and listing of each entry; no object is read. Names that no store writes are passed
@@ -584,17 +562,16 @@ class Remote:
             return sum(self.remove(whose) for whose in self.tenants())
         table = self._table(tenant)
         if image is not None:
-            doomed = [name for name, entry in table.items() if image in entry.media]
+            doomed = [name for name, (entry, _) in table.items() if image in entry.media]
         else:
             doomed = list(table if names is None else names)
         freed = 0
         with self._named_errors("removed"):
             for layer in reversed(_depths(table, doomed)):
-                gone = self._link.each(lambda n: self._remove_one(n, table[n]), layer)
-                freed += sum(table[n].nbytes for n, was in zip(layer, gone, strict=True) if was)
+                gone = self._link.each(lambda n: self._remove_one(n, table[n][0]), layer)
+                freed += sum(table[n][0].nbytes for n, was in zip(layer, gone, strict=True) if was)
             if names is None and image is None:
                 self._remove_rest(tenant)
-        self._counts.clear()
         return freed
 
     def _remove_one(self, name: EntryName, entry: Entry | None) -> bool:
@@ -613,11 +590,15 @@ class Remote:
         for _ in self._link.each(self._link.remove, parts):
             pass
 
-    def stats(self, tenant: str, whose: str | None, wait_for: float) -> Record:
-        """Entries and bytes from a recent count (`counted` says when), and counts since it was
-        opened. Counting lists the address, in the background; no call waits longer for it."""
-        self._writer.drain(wait_for)
-        kinds, at = self._count(tenant, wait_for)
+    def stats(self, tenant: str, whose: str | None, wait: float) -> Record:
+        """Counts since it was opened; and entries and bytes, counted now for a caller who waits at
+        least a second, because that lists the address (`counted` says when)."""
+        self._writer.drain(wait)
+        if wait >= 1:
+            found = self._asked(None, lambda: list(self._found(tenant)))
+            if found is not None:
+                self._counted = {tenant: (_sizes(found), time.time())}
+        kinds, at = self._counted.get(tenant, (Kinds(), None))
         worst = next((h for h in (self._reads, self._writer.health) if h.state != OK), self._reads)
         return {
             "root": self.label,
@@ -635,30 +616,6 @@ class Remote:
             "broken": worst.why or None,
         }
 
-    def _count(self, tenant: str, seconds: float) -> _Count:
-        known, until = self._counts.get(tenant, (None, 0.0))
-        if known is None or (known.done() and time.monotonic() >= until):
-            known = Future()
-            self._counts[tenant] = known, time.monotonic() + _COUNTED
-            trim(self._counts, _MOST)
-            if begin(lambda: self._count_now(tenant, known), "keepsight-count") is None:
-                self._count_now(tenant, known)
-        wait([known], seconds)
-        return known.result() if known.done() else ({}, None)
-
-    def _count_now(self, tenant: str, done: Future[_Count]) -> None:
-        kinds: Kinds = {}
-        found = self._asked(None, lambda: list(self._found(tenant)))
-        for name, one in found or []:
-            _add(kinds, name.kind, one.nbytes)
-        done.set_result((kinds, None if found is None else time.time()))
-
-    def _grew(self, name: EntryName, nbytes: int) -> None:
-        known, _ = self._counts.get(name.tenant, (None, 0.0))
-        if known is not None and known.done():
-            with self._lock:
-                _add(known.result()[0], name.kind, nbytes)
-
     def check(self, tenant: str | None, repair: bool) -> list[str]:
         """Read everything; return one line per damaged entry or entry without its base. An address
         that does not answer is a line, too."""
@@ -674,7 +631,7 @@ class Remote:
         table = self._table(tenant)
         read = zip(table, self._link.each(self._wrong, list(table)), strict=True)
         wrong = {name: why for name, why in read if why is not None}
-        for name, entry in table.items():
+        for name, (entry, _) in table.items():
             on = entry.depends_on
             if on is not None and EntryName(*on, tenant) not in table:
                 wrong.setdefault(
@@ -705,16 +662,18 @@ class Remote:
             raise StoreError(f"{self.label}: entries cannot be {what}: {error}") from error
 
 
-def trim(table: dict[S, T], most: int) -> None:
-    """Drop the oldest rows of a table."""
-    while len(table) > most:
-        table.pop(next(iter(table)), None)
+def _sizes(found: Iterable[tuple[EntryName, RemoteObject]]) -> Kinds:
+    kinds: Kinds = {}
+    for name, one in found:
+        sizes = kinds.setdefault(name.kind, {"entries": 0, "bytes": 0})
+        sizes["entries"] += 1
+        sizes["bytes"] += one.nbytes
+    return kinds
 
 
-def _add(kinds: Kinds, kind: str, nbytes: int) -> None:
-    one = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
-    one["entries"] += 1
-    one["bytes"] += nbytes
+def _over(table: Table) -> list[EntryName]:
+    """Entries that have expired."""
+    return [name for name, (_, metadata) in table.items() if layout.expired(metadata)]
 
 
 def _nothing_to_do(uses: Uses) -> None:
@@ -740,10 +699,10 @@ def _layers(jobs: list[Job]) -> list[list[Job]]:
     return layers
 
 
-def _depths(table: dict[EntryName, Entry], names: Iterable[EntryName]) -> list[list[EntryName]]:
+def _depths(table: Table, names: Iterable[EntryName]) -> list[list[EntryName]]:
     """These entries and all their dependents, in layers: each depends on earlier ones."""
     above: dict[EntryName, list[EntryName]] = {}
-    for name, entry in table.items():
+    for name, (entry, _) in table.items():
         if entry.depends_on is not None:
             above.setdefault(EntryName(*entry.depends_on, name.tenant), []).append(name)
     depth: dict[EntryName, int] = {}
@@ -757,13 +716,6 @@ def _depths(table: dict[EntryName, Entry], names: Iterable[EntryName]) -> list[l
         if name in table:
             layers[deep].append(name)
     return layers
-
-
-def _with_dependents(
-    table: dict[EntryName, Entry], names: Iterable[EntryName]
-) -> Iterator[EntryName]:
-    for layer in _depths(table, names):
-        yield from layer
 
 
 def _spelled(name: tuple[str, ...]) -> str:
