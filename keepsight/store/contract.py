@@ -18,6 +18,7 @@ from keepsight.kinds import Record
 
 Tensors = dict[str, torch.Tensor]
 Content = tuple[Tensors | None, Record]  # without tensors: a note
+Found = tuple[Content, Record]  # with the metadata in its file
 Name = tuple[str, str]  # kind and key
 Below = dict[str | None, list[tuple[str, Record]]]  # by key of their base: key, record
 
@@ -95,7 +96,7 @@ class Keeper(Protocol):
     def tier(self, name: EntryName) -> str | None:
         """Where a read would find it: "disk", "remote", or None."""
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Content]:
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that are there, intact and not expired."""
 
     def put(self, name: EntryName, content: Content, about: About, account: str) -> None:

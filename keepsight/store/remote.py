@@ -33,7 +33,7 @@ from keepsight.errors import (
 from keepsight.formats import tensorfile
 from keepsight.kinds import Options, Record
 from keepsight.store import files, layout
-from keepsight.store.contract import About, Below, Content, Entry, EntryName
+from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
 from keepsight.store.health import OK, UNREACHABLE, Health
 from keepsight.store.tenants import Store
 from keepsight.store.writer import (
@@ -283,21 +283,21 @@ class Remote:
         """Where a read would find it: "remote", or None."""
         return "remote" if self.has(name) else None
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Content]:
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that are there, intact and not expired."""
         wanted = list(names)
-        found: dict[EntryName, Content] = {}
+        found: dict[EntryName, Found] = {}
         for name, content in zip(wanted, self._link.each(self._read_one, wanted), strict=True):
             self._writer.counts.count(name.tenant, "misses" if content is None else "hits")
             if content is not None:
                 found[name] = content
         return found
 
-    def _read_one(self, name: EntryName) -> Content | None:
+    def _read_one(self, name: EntryName) -> Found | None:
         job = self._writer.waiting(name)
         if job is not None:
             job.ready.wait()
-            return job.content
+            return job.content, job.metadata
         known, found = self._seen.find(name)
         if known and found is None:
             return None
@@ -316,7 +316,7 @@ class Remote:
             if self._asked(name, lambda: self._came_whole(place, data)):
                 self.reject(name, str(error))
             return None
-        return content if self._is_live(name, metadata, since) else None
+        return (content, metadata) if self._is_live(name, metadata, since) else None
 
     def _came_whole(self, place: str, data: bytes) -> bool:
         size, again = self._link.info(place).nbytes, self._link.read(place)

@@ -88,7 +88,7 @@ class Store:
         found = self.keeper.read([self._name(kind, key) for key in keys])
         return {
             name.key: (tensors, record)
-            for name, (tensors, record) in found.items()
+            for name, ((tensors, record), _) in found.items()
             if tensors is not None
         }
 
@@ -96,7 +96,7 @@ class Store:
         """A small JSON record, or None if absent, expired or damaged."""
         name = self._name(kind, key)
         found = self.keeper.read([name]).get(name)
-        return None if found is None else found[1]
+        return None if found is None else found[0][1]
 
     def put(
         self, kind: str, key: str, tensors: Tensors, record: Record, about: About = NOTHING
