@@ -107,7 +107,7 @@ class Shelf:
 
     def put(self, kind: str, key: str, tensors: Any, record: Any, about: About = NOTHING) -> None:
         base = about.depends_on
-        if base is not None and base[1] != key and not self.has(*base):
+        if base is not None and not self.has(*base):
             raise AssertionError("written without what it depends on")
         until = self.clock() + (about.ttl or float("inf"))
         self.log.append((kind, key))
@@ -771,8 +771,8 @@ def test_a_store_is_told_what_an_entry_costs_shows_and_stands_on() -> None:
         told = shelf.all["", "state", name][2]
         assert told == About(7.0, ("snapshot", name), tuple(images), 5.0)
     assert [n.spans[0].key for n in chain if n.spans] == [KEYS["A"], KEYS["C"]]
-    # A snapshot that is there has all that it needs.
-    assert [kind for kind, _ in shelf.log] == [*["state", "snapshot"] * len(chain), "state"]
+    # Nothing is there without what it depends on.
+    assert [kind for kind, _ in shelf.log] == [*["snapshot", "state"] * len(chain), "state"]
 
 
 def test_what_the_store_has_lost_is_written_again_before_what_stands_on_it() -> None:

@@ -103,8 +103,7 @@ class Keeper(Protocol):
         """Hand over an entry; its tensors must not change afterwards. It is readable at once.
 
         A store may refuse it, and counts refusals: if too much waits to be written, if the entry
-        alone exceeds the budget (then `flush` says so), or if its base is absent. Only an entry
-        that depends on its own key may come before its base.
+        alone exceeds the budget (then `flush` says so), or if its base is absent.
         """
 
     def entry(self, name: EntryName) -> Entry | None:

@@ -226,11 +226,6 @@ class Disk:
         finally:
             for _, part in begun:
                 part.drop()
-        refused = [name for name, what in became.items() if what == REFUSED]
-        if refused:  # a state comes before its snapshot
-            self._index.remove(
-                lambda base: [up for name in refused for up in index.upon(base, name)]
-            )
         self._fit({job.account for job in jobs}, begun, became)
         return became
 
@@ -275,7 +270,7 @@ class Disk:
         for job, part in begun:
             on = job.about.depends_on
             on_name = None if on is None else EntryName(*on, job.name.tenant)
-            if on_name is None or on_name.key == job.name.key or self._has_row(base, on_name):
+            if on_name is None or self._has_row(base, on_name):
                 index.put(base, [job.entry(part.size)])
             else:
                 became[job.name] = REFUSED

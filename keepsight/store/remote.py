@@ -384,7 +384,6 @@ class Remote:
     def reject(self, name: EntryName, why: str) -> None:
         """Treat an entry as absent here, and remove it for all if the address allows."""
         logger.warning("damaged entry set aside: %s/%s (%s)", self.label, layout.place(*name), why)
-        self._writer.withdraw(lambda job: job.name == name)
         self._seen.absent(name, float("inf"))
         with contextlib.suppress(Exception):  # it may be read-only
             self._link.remove(layout.place(*name))
@@ -419,8 +418,8 @@ class Remote:
             self._writer.hand_over(Job.of(name, content, about, account), None)
 
     def _write(self, jobs: list[Job]) -> dict[EntryName, str]:
-        """Write entries, several at once, but none before its base, nor before a state of its own
-        key. So an interruption never leaves an entry without the one it depends on."""
+        """Write entries, several at once, but none before its base. So an interruption never leaves
+        an entry without the one it depends on."""
         if not self._is_marked:
             with contextlib.suppress(FileNotFoundError):
                 self._is_marked = bool(self._link.info(layout.MARKER))
@@ -443,9 +442,6 @@ class Remote:
             else:
                 results = zip(layer, self._link.each(attempt, layer), strict=True)
                 became |= {job.name: what for job, what in results}
-        for job in jobs:
-            if became[job.name] == REFUSED:  # its state came before it
-                self._remove_above(job.name)
         if failed:
             self._writer.health.failed(failed[0], UNREACHABLE)
         return became
@@ -453,7 +449,7 @@ class Remote:
     def _write_one(self, job: Job) -> str:
         on = job.about.depends_on
         base = None if on is None else EntryName(*on, job.name.tenant)
-        if base is not None and base.key != job.name.key and not self._is_there(base, ask=True):
+        if base is not None and not self._is_there(base, ask=True):
             return REFUSED
         if self._is_there(job.name):
             return THERE
@@ -482,14 +478,6 @@ class Remote:
         except (FileError, *_ABSENT):
             self._seen.removed(name)
             return False
-
-    def _remove_above(self, name: EntryName) -> None:
-        """Remove what depends on an entry of its own key; an earlier batch may have written it."""
-        for kind in layout.KINDS:
-            above = EntryName(kind, name.key, name.tenant)
-            metadata = None if above == name else self._look(above)
-            if metadata is not None and layout.about_of(metadata).depends_on == name[:2]:
-                self._remove_one(above, None)
 
     # -- many entries ----------------------------------------------------------------------------
 
@@ -687,14 +675,12 @@ def _nothing_to_close() -> None:
 def _layers(jobs: list[Job]) -> list[list[Job]]:
     """Writes that may run side by side; each layer needs the ones before."""
     depth: dict[EntryName, int] = {}
-    of_key: dict[tuple[str, str], int] = {}
     layers: list[list[Job]] = []
     for job in jobs:
-        key, on = (job.name.key, job.name.tenant), job.about.depends_on
-        below = -1 if on is None else depth.get(EntryName(*on, job.name.tenant), -1)
-        level = depth[job.name] = of_key[key] = 1 + max(below, of_key.get(key, -1))
-        while len(layers) <= level:
-            layers.append([])
+        on = job.about.depends_on
+        level = 0 if on is None else 1 + depth.get(EntryName(*on, job.name.tenant), -1)
+        depth[job.name] = level
+        layers += [[] for _ in range(level + 1 - len(layers))]
         layers[level].append(job)
     return layers
 

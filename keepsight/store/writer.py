@@ -185,16 +185,6 @@ class Writer:
         job = self.jobs.get(name)
         return None if job is None or layout.expired(job.metadata) else job
 
-    def withdraw(self, is_gone: Callable[[Job], bool]) -> None:
-        """Forget writes that wait."""
-        with self._changed:
-            for job in list(self._order):
-                if is_gone(job):
-                    self._order.remove(job)
-                    self._forget(job)
-                    self._done += 1
-            self._changed.notify_all()
-
     def used(self, name: EntryName, is_over: bool = False) -> None:
         """Record that an entry was read, or that it is unusable."""
         with self._changed:
