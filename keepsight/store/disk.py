@@ -91,7 +91,6 @@ class Disk:
         )
         self.retire = self._writer.retire
         self._is_marked = False
-        self._sweep_at = 0.0
         with contextlib.suppress(OSError):  # a new folder, or one out of reach
             try:
                 layout.check_marker(folder.read_file(layout.MARKER), self.label)
@@ -293,9 +292,6 @@ class Disk:
     def _tidy(self, uses: Uses) -> float | None:
         """Record uses, remove what is expired; return in how many seconds the next one will be."""
         facts = self._writer.counts.take()
-        if not (uses.read or uses.over or facts) and time.monotonic() < self._sweep_at:
-            return self._sweep_at - time.monotonic()
-        self._sweep_at = time.monotonic() + 1.0
 
         def enter(base: Base) -> list[EntryName]:
             index.use(base, uses.read, time.time())
