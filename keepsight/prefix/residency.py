@@ -15,7 +15,6 @@ import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from weakref import ref
 
 from keepsight.errors import InputError, PinsFull
 from keepsight.formats.package import storage_bytes
@@ -110,9 +109,6 @@ class Residency:
         self.beside: Callable[[], int] = lambda: 0
         self._now, self._count = clock, itertools.count(1)
         self.tick = 0
-        self.changes = 0  # of edges
-        self._walked: tuple[Node | None, ref[Prompt] | None, int, list[tuple[Node, int]]]
-        self._walked = (None, None, 0, [])  # the latest walk along a prompt that still is there
         self._touched: set[str] = set()  # accounts that may exceed their quota
         self._expiring: list[tuple[float, int, Node]] = []
 
@@ -161,7 +157,6 @@ class Residency:
             return self.split(child, min(end, node.end + child.shared(prompt)))
         new = Node(node, node.end, prompt.ids[node.end : end].copy(), prompt.clip(node.end, end))
         new.key, node.children[key] = key, new
-        self.changes += 1
         self._will_expire(new, None if self.ttl is None else self._now() + self.ttl)
         return new
 
@@ -177,7 +172,6 @@ class Residency:
         upper = Node(node.parent, start, ids[:size].copy(), before)
         upper.key, upper.entry, upper.leased = node.key, node.entry, node.leased
         upper.holds, upper.was_here = int(node.holds > 0), node.was_here
-        self.changes += 1
         node.parent.children[node.key] = upper
         node.take(at, ids[size:].copy(), tuple(s.clip(at, node.end) for s in spans if s.end > at))
         node.parent, node.key = upper, node.first_key()
@@ -404,7 +398,6 @@ class Residency:
             if node.is_record and node.parent is not None:
                 node.gone = True
                 del node.parent.children[node.key]
-                self.changes += 1
                 self._note(node.parent)
 
     # -- forgetting --------------------------------------------------------------------------------
@@ -419,7 +412,6 @@ class Residency:
             return 0
         start = self.device.nbytes + self.host.nbytes
         del node.parent.children[node.key]
-        self.changes += 1
         below, let = list(node.below()), False
         for n in below:
             n.gone = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from weakref import ref
 
 import torch
 
@@ -51,7 +50,7 @@ class Tree(Residency):
     def _usable_path(self, root: Node, prompt: Prompt, rule: Rule) -> list[tuple[Node, int]]:
         """The edges whose rows are available along a prompt, each with how far it agrees."""
         node, usable = root, list[tuple[Node, int]]()
-        steps = self._path(root, prompt)
+        steps = self._walk(root, prompt)
         while True:
             part = None
             for child, until in steps:
@@ -71,15 +70,6 @@ class Tree(Residency):
             if part is not None:
                 usable.pop()
             steps = self._walk(node, prompt)
-
-    def _path(self, root: Node, prompt: Prompt) -> list[tuple[Node, int]]:
-        """All edges along a prompt; the latest is asked for again at once."""
-        its, of, changes, path = self._walked
-        same = of is not None and of() is prompt
-        if its is not root or not same or changes != self.changes:
-            path = self._walk(root, prompt)
-            self._walked = root, ref(prompt), self.changes, path
-        return path
 
     def _walk(self, node: Node, prompt: Prompt) -> list[tuple[Node, int]]:
         """The edges along a prompt from a node on, each with how far it agrees."""
@@ -203,7 +193,7 @@ class Tree(Residency):
 
     def _known_from(self, root: Node, prompt: Prompt) -> Known:
         if self.reuse == "prefix" or not len(prompt):
-            return self._known_along(root, self._path(root, prompt), prompt)
+            return self._known_along(root, self._walk(root, prompt), prompt)
         key = prompt.key(0)  # what follows differs by all that changes it
         found = [self._known_along(root, [], prompt)]
         for its, child in root.children.items():

@@ -18,7 +18,7 @@ Place = tuple[str, str]  # tenant and key
 
 
 @dataclass
-class _Held(Generic[T]):
+class _CacheEntry(Generic[T]):
     item: T
     nbytes: int
     made: float
@@ -43,7 +43,7 @@ class MemoryCache(Generic[T]):
     ) -> None:
         self.budget, self.quota, self.ttl = budget, quota, ttl
         self._size, self._clock, self._lock = size, clock, Mutex()
-        self._held: OrderedDict[Place, _Held[T]] = OrderedDict()  # in order of last use
+        self._held: OrderedDict[Place, _CacheEntry[T]] = OrderedDict()  # in order of last use
         self._swept = clock()
         self._of, self._owned = Counter[str](), Counter[str]()  # bytes by tenant, by account
         self._pinned = Counter[str]()  # by account
@@ -104,7 +104,7 @@ class MemoryCache(Generic[T]):
             return
         if pinned and self._too_many_pins(account, size):  # it has grown
             pinned = False
-        held = self._held[tenant, key] = _Held(item, size, self._clock(), pinned)
+        held = self._held[tenant, key] = _CacheEntry(item, size, self._clock(), pinned)
         self._count(tenant, held, 1)
         self._fit(account)
 
@@ -198,7 +198,7 @@ class MemoryCache(Generic[T]):
         self._count(place[0], held, -1)
         return held.nbytes
 
-    def _count(self, tenant: str, held: _Held[T], sign: int) -> None:
+    def _count(self, tenant: str, held: _CacheEntry[T], sign: int) -> None:
         nbytes, account = sign * held.nbytes, account_of(tenant)
         self.nbytes += nbytes
         _add(self._of, tenant, nbytes)
@@ -206,7 +206,7 @@ class MemoryCache(Generic[T]):
         if held.pinned:
             _add(self._pinned, account, nbytes)
 
-    def _expired(self, held: _Held[T]) -> bool:
+    def _expired(self, held: _CacheEntry[T]) -> bool:
         return self.ttl is not None and self._clock() - held.made >= self.ttl
 
     def _sweep(self) -> None:
