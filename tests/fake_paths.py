@@ -141,7 +141,7 @@ def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = Non
 
 def is_whole(node: Node) -> bool:
     """Whether it ends a prompt, and knows what comes next."""
-    return LOGITS in (node.state.tensors or {})
+    return LOGITS in node.ends
 
 
 def expect_values(node: Node, whole: Prompt, fixed: bool, until: int | None = None) -> None:
@@ -167,7 +167,7 @@ def counted(tree: Tree) -> int:
     while stack:
         node = stack.pop()
         stack += node.children.values()
-        for tensor in [t for part in node.parts for t in (part.tensors or {}).values()]:
+        for tensor in node.tensors():
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -195,7 +195,7 @@ def evictable_bytes(tree: Tree) -> int:
 def demote(tree: Tree, nbytes: int) -> int:
     """Move at least so many bytes off the device if that many are evictable; the bytes moved."""
     start = tree.device.nbytes
-    while start - tree.device.nbytes < nbytes and (part := tree.device.least()) is not None:
-        tree._lower(part, tree._demote if tree.host_budget else tree._drop)
+    while start - tree.device.nbytes < nbytes and (node := tree.device.least()) is not None:
+        (tree._demote if tree.host_budget else tree._drop)(node)
     tree.settle()
     return start - tree.device.nbytes

@@ -22,7 +22,7 @@ import keepsight as ks
 from keepsight.errors import ImageError
 from keepsight.formats.package import storage_bytes
 from keepsight.media.caches import Downloads, MediaCaches
-from keepsight.store import SharedMemoryCache, priority
+from keepsight.store import MemoryCache, writer
 from keepsight.store.writer import Counts
 from keepsight.system.accounts import under_salt
 
@@ -206,7 +206,7 @@ def test_what_urls_gave_expires_and_endless_ones_are_not_kept(site: Site) -> Non
 
 
 def test_names_have_a_budget_of_their_own() -> None:
-    names: SharedMemoryCache[str] = SharedMemoryCache(10_000, len)
+    names: MemoryCache[str] = MemoryCache(10_000, len)
     for number in range(300):
         names.put(f"tenant {number % 3}", str(number), "x" * 100)
         names.check()
@@ -219,7 +219,7 @@ def test_names_have_a_budget_of_their_own() -> None:
 
 
 def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
-    shelf: SharedMemoryCache[str] = SharedMemoryCache(1000, len, quota=300)
+    shelf: MemoryCache[str] = MemoryCache(1000, len, quota=300)
     shelf.put("a", "first", "x" * 100)
     for number in range(9):
         shelf.put("b", str(number), "x" * 100)
@@ -245,7 +245,7 @@ def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
 
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(priority.trim, "__defaults__", (10,))
+    monkeypatch.setattr(writer, "_TENANTS", 10)
     counts = Counts()
     for number in range(100):
         counts.count(f"tenant {number}", "hits")

@@ -28,10 +28,10 @@ class Shelves(RuleBasedStateMachine):
         self.model: dict[Any, tuple[bytes, float]] = {}
         self.pinned: set[Any] = set()
 
-    @rule(tenant=TENANTS, key=KEYS, size=st.integers(0, 70), cost=st.floats(0, 9))
-    def put(self, tenant: str, key: str, size: int, cost: float) -> None:
+    @rule(tenant=TENANTS, key=KEYS, size=st.integers(0, 70))
+    def put(self, tenant: str, key: str, size: int) -> None:
         item = bytes([len(self.model) % 256]) * size
-        self.shelf.put(tenant, key, item, cost)
+        self.shelf.put(tenant, key, item)
         self.model[tenant, key] = (item, self.now)
         if not self.shelf.pinned(tenant, key):  # it has grown, and there is no room for it
             self.pinned.discard((tenant, key))
@@ -91,52 +91,25 @@ def shelf(budget: int, **more: Any) -> MemoryCache[bytes]:
     return MemoryCache(budget, len, **more)
 
 
-def test_the_least_useful_goes_first() -> None:
-    kept = shelf(100)
-    kept.put("", "dear", bytes(40), cost=100)
-    kept.put("", "cheap", bytes(40), cost=1)
-    kept.put("", "new", bytes(40), cost=10)
-    assert [key for key, _ in kept.items("")] == ["dear", "new"]
-    small = shelf(100)
-    small.put("", "large", bytes(80), cost=10)
-    small.put("", "small", bytes(10), cost=10)
-    small.put("", "next", bytes(20), cost=10)
-    assert not small.has("", "large") and small.has("", "small")
-
-
-def test_what_is_asked_for_stays_and_what_was_useful_once_sinks() -> None:
-    kept = shelf(30)
-    for key in "abc":
-        kept.put("", key, bytes(10), cost=1)
-    kept.get("", "a")
-    kept.put("", "d", bytes(10), cost=1)
-    assert kept.has("", "a") and not kept.has("", "b")
-    for number in range(40):  # nobody asks for `a` any more
-        kept.put("", f"n{number}", bytes(10), cost=1)
-    assert not kept.has("", "a")
-
-
 def test_a_tenant_over_its_quota_loses_its_own() -> None:
     kept = shelf(100, quota=30)
-    kept.put("a", "one", bytes(20), cost=1)
+    kept.put("a", "one", bytes(20))
     for number in range(5):
-        kept.put("b", str(number), bytes(10), cost=50)
+        kept.put("b", str(number), bytes(10))
     assert kept.has("a", "one") and kept.bytes_of("b") == 30
     kept.put("b", "too large", bytes(31))
     assert not kept.has("b", "too large") and kept.bytes_of("b") == 30
 
 
 class OldestMachine(RuleBasedStateMachine):
-    """By age alone: a dictionary in order of use is the model; a thing's size is its value."""
+    """A dictionary in order of use is the model; a thing's size is its value."""
 
     BUDGET = 20
     names = st.sampled_from("abcdef")
 
     def __init__(self) -> None:
         super().__init__()
-        self.recent: MemoryCache[int] = MemoryCache(
-            self.BUDGET, lambda size: size, by_usefulness=False
-        )
+        self.recent: MemoryCache[int] = MemoryCache(self.BUDGET, lambda size: size)
         self.model: OrderedDict[str, int] = OrderedDict()
 
     @rule(name=names, size=st.integers(0, 25))

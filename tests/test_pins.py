@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +243,52 @@ def test_a_session_is_of_the_tenant_that_resumes_it(name: str, tmp_path: Path) -
         assert chat.ask("And?", max_new_tokens=2).usage.cached_tokens > 0
         assert vlm.explain(conversation(1), tenant="a").cached_tokens == 0
         assert vlm.explain(conversation(1)).cached_tokens == 0
+
+
+# -- slow pictures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["a picture", "a conversation"])
+@pytest.mark.parametrize("call", ["pin", "delete"])
+def test_a_slow_host_of_a_picture_stops_no_other_answer(call: str, of: str) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+    data = io.BytesIO()
+    picture(1).save(data, "png")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            goes_on.wait(60)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(data.getvalue())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    site = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=site.serve_forever, daemon=True).start()
+    address: Any = f"http://127.0.0.1:{site.server_port}/1"
+    if of == "a conversation":
+        address = [{"role": "user", "content": [{"type": "image", "image": address}]}]
+    with load("demo") as vlm:
+        vlm.encode(picture(1))
+        waiting = threading.Thread(target=getattr(vlm, call), args=(address,))
+        waiting.start()
+        assert asked.wait(60)
+        answer = threading.Thread(target=vlm.chat, args=(conversation(2),))
+        answer.start()
+        answer.join(20)
+        stopped = answer.is_alive()
+        goes_on.set()
+        waiting.join(60), answer.join(60)
+        assert not stopped and not waiting.is_alive()
+        pinned = vlm.runtime.caches.packages.pinning()
+        known = vlm.runtime.caches.packages.items("")
+        assert bool(pinned) == (call == "pin")
+        assert len(list(known)) == (2 if call == "pin" else 1)
+        vlm.runtime.check()
+    site.shutdown(), site.server_close()
 
 
 # -- how much may be pinned ---------------------------------------------------------------------

@@ -240,17 +240,15 @@ def trace(vlm: Any) -> Any:
     memory = vlm.runtime
     vlm.flush()
     nodes = {
-        (node.end, node.code): (node.rows.tier, node.state.tier, node.used, node.holds)
+        (node.end, node.code): (node.tier, sorted(node.ends), node.holds)
         for node in memory.tree.nodes()
-        if node.rows.tier or node.state.tier
+        if node.tier
     }
-    shelves = [
-        {place: (held.uses, held.order) for place, held in shelf._held.items()}
-        for shelf in (memory.caches.packages, memory.caches.pixels)
-    ]
+    order = [(node.end, node.code) for node in memory.tree.device.order]
+    shelves = [list(shelf._held) for shelf in (memory.caches.packages, memory.caches.pixels)]
     entries = {(entry.kind, entry.key) for entry in memory.store_of("").entries()}
     counts = (memory.tree.promotions, memory.engine.prefill_tokens)
-    return nodes, shelves, entries, counts
+    return nodes, order, shelves, entries, counts
 
 
 def test_a_whole_prompt_says_from_which_tier_it_came(

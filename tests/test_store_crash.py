@@ -53,8 +53,8 @@ class Promises:
 
 
 def is_harmless(line: str) -> bool:
-    """Killed between a state and its snapshot, or between a row and its file."""
-    return "which is absent" in line or "there is no such file" in line
+    """Killed between a row and its file."""
+    return "there is no such file" in line
 
 
 def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int) -> Promises:
@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.store.close()
-        shutil.rmtree(self.root)
+        shutil.rmtree(self.root, ignore_errors=True)  # a store that was dropped may still close
 
     def upon(self, place: Named) -> set[Named]:
         """A place and all that depends on it."""

@@ -95,13 +95,13 @@ def test_a_full_disk_holds_up_neither_answers_nor_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With no room at all, with some for the index alone, and with some for a few entries."""
-    rounds, real = [0], Writer._round
+    rounds, real = [0], Writer._look_after
 
-    def counted(writer: Writer) -> bool:
+    def counted(writer: Writer) -> float:
         rounds[0] += 1
         return real(writer)
 
-    monkeypatch.setattr(Writer, "_round", counted)
+    monkeypatch.setattr(Writer, "_look_after", counted)
     disk = tmp_path / "disk"
     with mounted(disk, "2m"):
         ballast = fill_up(disk, room)

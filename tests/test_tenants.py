@@ -170,7 +170,7 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
         for n in range(20):  # whoever sends a salt names one, so nothing may be left of each
             ask(vlm, tenant=f"number {n}")
         tree = vlm.runtime.tree
-        for known in (tree._homes, tree.device._own, tree.device.bytes_of):
+        for known in (tree._homes, tree.device.owned, tree.device.bytes_of):
             assert len(known) <= 4, known
         vlm.runtime.tree.check()
         vlm.runtime.caches.packages.check()

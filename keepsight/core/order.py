@@ -39,12 +39,7 @@ class Order:
 
     def _look(self) -> None:
         """Look at the media, in this thread."""
-        tenant = self._call.tenant
-        vision = self._memory.visions.get(tenant)
-        if vision is None or vision.namer.bound is None:
-            with self._memory.lock:
-                self._memory.refresh(tenant)
-                vision = self._memory.vision_of(tenant)
+        vision = self._memory.bound_vision_of(self._call.tenant)
         self._bound = vision.namer.bound  # the settings of the names
         self.media: list[Medium] = []  # in the order in which they are given
         self._looked: list[Inspected] = []

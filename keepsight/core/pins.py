@@ -3,10 +3,10 @@
 Pins and deletions reach every tier: memory, the store's folder, and tiers behind it. An image may
 be named by its key, which reports show, instead of its bytes.
 
-Memory changes under the model's lock. A store changes without it, because a disk may be slow.
-`Runtime.housekeeping` makes such calls wait for each other, so memory and store see them in one
-order. A thread that already has the model (a listener, or a hook of the model) does not wait: who
-is at it may wait for the model.
+Pictures are read in the caller's thread, before the model's lock is taken. Memory changes under the
+lock. A store changes without it, because a disk may be slow. `Runtime.housekeeping` makes such
+calls wait for each other, so memory and store see them in one order. A thread that already has the
+model (a listener, or a hook of the model) does not wait: who is at it may wait for the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence
 from keepsight.errors import ImageError, StoreError
 from keepsight.kinds import Message
-from keepsight.media.features import Vision
 from keepsight.media.medium import Medium, Pictures
 from keepsight.media.video_steps import shows
 from keepsight.models.families import Pixels
@@ -38,40 +37,42 @@ Undo = contextlib.ExitStack
 def pin(runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call) -> None:
     """Pin (or unpin) an image's features, or a conversation's features and prefix. If there is no
     room the call is refused and pins nothing."""
+    seq: Sequence | None = None
+    if _is_conversation(what):
+        seq = asked(runtime, what, call, answers=False)
+    else:
+        named = _looked_at(runtime, what, call.tenant)
     with _one_at_a_time(runtime), contextlib.ExitStack() as undo:
         with runtime.lock:
-            names = _pin_in_memory(runtime, what, pinned, call, undo)
+            runtime.refresh(call.tenant)
+            path = [] if seq is None else _pin_path(runtime, seq, pinned, undo)
+            media = named() if seq is None else seq.prompt.media
+            names = path + _pin_features(runtime, media, pinned, call.tenant, undo)
         _pin_in_store(runtime.store_of(call.tenant), names, pinned, undo)
         undo.pop_all()
 
 
-def _pin_in_memory(
-    runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call, undo: Undo
+def _pin_features(
+    runtime: Runtime, media: Iterable[Medium], pinned: bool, tenant: str, undo: Undo
 ) -> list[Name]:
-    """Pin in memory alone; return the names to pin in a store."""
-    vision, packages = runtime.vision_of(call.tenant), runtime.caches.packages
-    runtime.refresh(call.tenant)
+    """Pin features in memory alone; return the names to pin in a store."""
+    vision, packages = runtime.vision_of(tenant), runtime.caches.packages
     names: list[Name] = []
-    if _is_conversation(what):
-        media, names = _pin_path(runtime, what, pinned, call, undo)
-    else:
-        media = tuple(_named(vision, what))
     for medium in media:
         before = vision.is_pinned(medium)
         package, _ = vision.package(medium)
-        if pinned and not packages.has(call.tenant, package.feature_id):
-            packages.put_pinned(call.tenant, package.feature_id, package)
+        if pinned and not packages.has(tenant, package.feature_id):
+            packages.put_pinned(tenant, package.feature_id, package)
         if pinned and not before:
             undo.callback(_locked, runtime, vision.pin, medium, False)
         vision.pin(medium, pinned)
-    return [("package", name) for medium in media for name in vision.stored_as(medium)] + names
+        names += [("package", name) for name in vision.stored_as(medium)]
+    return names
 
 
-def _pin_path(
-    runtime: Runtime, messages: list[Message], pinned: bool, call: Call, undo: Undo
-) -> tuple[tuple[Medium, ...], list[Name]]:
-    """Read a conversation's prompt and pin its path before anything else can evict it."""
-    seq = asked(runtime, messages, call, answers=False)
+def _pin_path(runtime: Runtime, seq: Sequence, pinned: bool, undo: Undo) -> list[Name]:
+    """Read a conversation's prompt and pin its path before anything else can evict it; return the
+    names to pin in a store."""
     seq.keeps_node = True
     read(runtime, seq)
     reached = seq.node
@@ -82,11 +83,10 @@ def _pin_path(
             undo.callback(_locked, runtime, runtime.tree.pin, reached, False)
         runtime.tree.pin(reached, pinned)
         entries = [one.entry for one in reached.chain() if one.entry is not None]
-        names = [("snapshot", entry.name) for entry in entries]
-        names += [("state", name) for e in entries for name in (e.name, e.ending)]
     finally:
         runtime.tree.release(reached)
-    return seq.prompt.media, names
+    names = [("snapshot", entry.name) for entry in entries]
+    return names + [("state", name) for e in entries for name in (e.name, e.ending)]
 
 
 def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Undo) -> int:
@@ -142,14 +142,19 @@ def clear(runtime: Runtime, tenant: str | None, stored: bool) -> None:
 def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
     """Remove images and everything computed from them; return the bytes freed."""
     tenant, store = call.tenant, runtime.store_of(call.tenant)
+    order: Order | None = None
+    if _is_conversation(what):
+        order = Order(runtime, what, call).rendered()
+    else:
+        named = _looked_at(runtime, what, tenant)
     media: list[Medium] = []
     path: dict[str, None] = {}  # digests of snapshots, deepest first
 
     def forget() -> int:
         runtime.refresh(tenant)
         runtime.forget_said(tenant)
-        prompt = runtime.render(what, call) if _is_conversation(what) else None
-        media.extend(_named(runtime.vision_of(tenant), what) if prompt is None else prompt.media)
+        prompt = None if order is None else order.current()
+        media.extend(named() if prompt is None else prompt.media)
         freed: int = sum(runtime.forget(medium, tenant) for medium in media)
         return freed + (0 if prompt is None else _forget_path(runtime, prompt, call, path))
 
@@ -209,13 +214,24 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
 
 def _has_dependents(node: Node) -> bool:
     """Whether another entry depends on this snapshot."""
-    return any(child.rows.tier or child.entry for child in node.children.values())
+    return any(child.tier or child.entry for child in node.children.values())
 
 
-def _named(vision: Vision, what: object) -> list[Medium]:
-    """The media of one image in any form, or of a list of them."""
+def _looked_at(runtime: Runtime, what: object, tenant: str) -> Callable[[], list[Medium]]:
+    """Look at one image in any form, or at a list of them, in this thread; what is returned names
+    them, under the model's lock."""
     images = what if isinstance(what, list | tuple) else [what]
-    return [vision.name_any(image) for image in images]
+    vision = runtime.bound_vision_of(tenant)
+    bound = vision.namer.bound
+    with runtime.lock.beside():
+        looked = [vision.look_any(image) for image in images]
+
+    def named() -> list[Medium]:
+        if runtime.vision_of(tenant).namer.bound is not bound:  # settings changed meanwhile
+            return [vision.name_any(image) for image in images]
+        return [vision.name_looked(one) for one in looked]
+
+    return named
 
 
 def _is_conversation(what: object) -> TypeGuard[list[Message]]:

@@ -214,6 +214,15 @@ class Runtime:
         vision.tower.about = about(self.model, self.processor)
         return vision
 
+    def bound_vision_of(self, tenant: str) -> Vision:
+        """The same, ready to look at media without the model's lock."""
+        vision = self.visions.get(tenant)
+        if vision is None or vision.namer.bound is None:
+            with self.lock:
+                self.refresh(tenant)
+                vision = self.vision_of(tenant)
+        return vision
+
     def _make_room_for(self, tenant: str) -> None:
         """Forget the tenant unused for longest if there are too many, since callers may invent
         names. Salts of a tenant only displace other salts of it. A tenant with pins is kept."""

@@ -183,14 +183,16 @@ def read_record(path: Path) -> Record:
     return _record(header.get("__metadata__"), path, None, None)
 
 
-def parse_record(data: bytes, size: int, where: str) -> Record | int:
+def parse_record(
+    data: bytes, size: int, where: str, kind: str | None = None, version: int | None = None
+) -> Record | int:
     """The record alone from a file's first bytes, or the number of bytes it needs."""
     if len(data) < size:
         needed = 8 + int.from_bytes(data[:8], "little") if len(data) >= 8 else 8
         if len(data) < needed <= min(size, 8 + MAX_HEADER):
             return needed
     header, _ = _header(io.BytesIO(data), size, where)
-    return _record(header.get("__metadata__"), where, None, None)
+    return _record(header.get("__metadata__"), where, kind, version)
 
 
 def _read(

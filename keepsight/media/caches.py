@@ -13,7 +13,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.media.sources import Download, HeldMaterial, Source, download
 from keepsight.models.families import Pixels
-from keepsight.store import MemoryCache, SharedMemoryCache
+from keepsight.store import MemoryCache
 from keepsight.system.lock import Mutex
 
 _LONGEST = 4096  # longest URL that is remembered
@@ -26,7 +26,7 @@ class Downloads:
     unchanged.
     """
 
-    def __init__(self, kept: SharedMemoryCache[Download], tenant: str = "") -> None:
+    def __init__(self, kept: MemoryCache[Download], tenant: str = "") -> None:
         self._kept, self._tenant = kept, tenant
 
     def get(self, url: str) -> bytes:
@@ -93,10 +93,10 @@ class MediaCaches:
 
     pixels: MemoryCache[Pixels]
     packages: MemoryCache[Package]
-    aliases: SharedMemoryCache[Record]
-    downloads: SharedMemoryCache[Download]
+    aliases: MemoryCache[Record]
+    downloads: MemoryCache[Download]
     kept: KeptBySessions
-    given: SharedMemoryCache[str]  # contents of packages given to callers, by feature id
+    given: MemoryCache[str]  # contents of packages given to callers, by feature id
 
     @classmethod
     def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> MediaCaches:
@@ -108,10 +108,10 @@ class MediaCaches:
         return cls(
             MemoryCache(waiting, lambda pixels: pixels.nbytes, part, ttl),
             MemoryCache(budget - waiting - fetched, lambda package: package.nbytes, part, ttl),
-            SharedMemoryCache(_ALIASES, lambda entry: 4 * _TEXT + len(repr(entry))),
-            SharedMemoryCache(fetched, lambda one: _TEXT + len(one.data), small, ttl),
+            MemoryCache(_ALIASES, lambda entry: 4 * _TEXT + len(repr(entry))),
+            MemoryCache(fetched, lambda one: _TEXT + len(one.data), small, ttl),
             KeptBySessions(_KEPT),
-            SharedMemoryCache(_NAMES, lambda content: _TEXT),
+            MemoryCache(_NAMES, lambda content: _TEXT),
         )
 
     def downloads_of(self, tenant: str) -> Downloads:
@@ -122,7 +122,7 @@ class MediaCaches:
         """Bytes and packages, of all tenants or of one."""
         packages, names = self.packages, (self.aliases, self.given)
 
-        def nbytes(*caches: MemoryCache | SharedMemoryCache) -> int:
+        def nbytes(*caches: MemoryCache) -> int:
             return sum(s.nbytes if tenant is None else s.bytes_of(tenant) for s in caches)
 
         return {

@@ -29,6 +29,7 @@ from keepsight.store import About, Store
 
 _VIDEOS = 8  # videos whose step names are remembered
 _COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for videos
+Looked = tuple[str, Medium | Package | Inspected]  # a medium and its modality, not yet named
 COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
 
 
@@ -270,11 +271,11 @@ class Vision:
         if package is not None:
             self._counts["memory"] += 1
             return package.on(device), "memory"
-        start, tier = time.perf_counter(), self._tier(medium.feature_id)
+        tier = self._tier(medium.feature_id)
         package = self._from_store(medium.feature_id, medium.tokens)
         if package is not None:
             self._counts["disk"] += 1
-            self._keep(package, 1e3 * (time.perf_counter() - start))
+            self._keep(package)
             return package, tier
         if medium.steps:
             return self._video(medium, keep)
@@ -305,7 +306,7 @@ class Vision:
             package = self._from_store(name, tokens)
             if package is None:
                 return "tower"
-            self._keep(package, 1.0)
+            self._keep(package)
         known[name] = package.on(self._family.model.device)
         return tier
 
@@ -315,7 +316,7 @@ class Vision:
             self.tower.forget()  # what shared the pass is no better
             return
         for package in made:
-            self._keep(package, cost / len(made))
+            self._keep(package)
             if self._shared:
                 self.store_package(package, cost / len(made))
 
@@ -329,8 +330,8 @@ class Vision:
             self._store.put_note("made", kept.identity, {"feature_id": kept.feature_id}, about)
         return kept
 
-    def _keep(self, package: Package, cost: float) -> None:
-        self._caches.packages.put(self._tenant, package.feature_id, package, cost)
+    def _keep(self, package: Package) -> None:
+        self._caches.packages.put(self._tenant, package.feature_id, package)
 
     def _from_store(self, feature_id: str, tokens: int) -> Package | None:
         found = self._store.get("package", feature_id) if self._store is not None else None
@@ -361,13 +362,28 @@ class Vision:
         self._counts["in_pieces"] += bool(self.tower.parts.cut)
         self.parts.add(self.tower.parts)
 
-    def name_any(self, image: object) -> Medium:
-        """The medium behind what `encode` takes: a picture, a medium, or a part of a message."""
+    def look_any(self, image: object) -> Looked:
+        """Look at what `encode` takes: a picture, a medium, or a part of a message. Thread-safe."""
         image = opened(image)
         modality = image.modality if isinstance(image, Medium | Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)
-        return self.name(image, modality)
+            image = opened(image)
+        if isinstance(image, Medium | Package):
+            return modality, image
+        return modality, self.namer.look(image, modality)
+
+    def name_looked(self, looked: Looked) -> Medium:
+        """The medium behind a look; it is known from now on."""
+        modality, thing = looked
+        if not isinstance(thing, Inspected):
+            return self.name(thing, modality)
+        self._counts["named"] += 1
+        return self.admit_looked(thing)
+
+    def name_any(self, image: object) -> Medium:
+        """The medium behind what `encode` takes."""
+        return self.name_looked(self.look_any(image))
 
     def encode(self, image: object) -> Package:
         """The package of an image in any form, with the processor's prompt text for it."""

@@ -21,7 +21,7 @@ from keepsight.media.sources import Source, open_source
 from keepsight.media.video_files import chooser
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of, videos_by_step
-from keepsight.store import About, SharedMemoryCache, Store
+from keepsight.store import About, MemoryCache, Store
 
 Entry = Record
 FILE = "file"  # field of a note for the file name or URL of its picture
@@ -46,7 +46,7 @@ class Namer:
         processor: Processor | None,
         options: Options,
         store: Store | None,
-        aliases: SharedMemoryCache[Entry],
+        aliases: MemoryCache[Entry],
         downloads: Downloads,
         tenant: str = "",
         ttl: float | None = None,

@@ -2,8 +2,7 @@
 is valid at its end: states of fixed size, or the last logits).
 
 A snapshot's name is the digest of its stretch and of the entry that it goes on from, at any token
-of that one. Content is compared with the requesting node, because a name may be wrong. States are
-written before their snapshot, so a stored snapshot is complete.
+of that one. Content is compared with the requesting node, because a name may be wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from keepsight.kinds import Record
-from keepsight.prefix.node import LOGITS, Node, Stored, Tensors, cut, fixed_of
+from keepsight.prefix.node import LOGITS, Node, Stored, Tensors, cut
 from keepsight.prefix.prompt import Prompt, Span, shift
 from keepsight.store import About, Below, Store
 
@@ -27,20 +26,18 @@ StoredEntry = tuple[Tensors, Record]
 def write(store: Store, node: Node, ttl: float | None, cost: float) -> None:
     """Write a node to a store, after those ancestors that the store has lost."""
     chain = node.chain()
-    if node.state.tensors and node.own_entry is None:
+    if node.ends and node.own_entry is None:
         node.entry = None  # a state needs an entry that ends with it
     first = len(chain)
     while first and not is_there(store, chain[first - 1]):
         first -= 1
-    if not all(n.rows.tier for n in chain[first:]):
+    if not all(n.tier for n in chain[first:]):
         return  # useless in a store without what it depends on
-    for n in chain[first:]:
-        _write_rows(store, n, ttl, cost if n is node else 0.0)
-    entry, logits = node.entry, (node.state.tensors or {}).get(LOGITS)
-    if logits is not None and entry is not None and not store.has(STATE, entry.ending):
-        about = About(cost, (SNAPSHOT, entry.name), _media_of(node), ttl)
-        _settled(node)
-        store.put(STATE, entry.ending, {LOGITS: logits}, {"end": node.end}, about)
+    for n in chain[first:] or [node]:
+        spent = cost if n is node else 0.0
+        if not is_there(store, n):
+            _write_rows(store, n, ttl, spent)
+        _write_ends(store, n, ttl, spent)
 
 
 def is_there(store: Store, node: Node) -> bool:
@@ -56,10 +53,6 @@ def _write_rows(store: Store, node: Node, ttl: float | None, cost: float) -> Non
     base = None if above.parent is None else (SNAPSHOT, above.entry.name)
     prompt = Prompt.of_path(node.start, node.ids, node.spans)
     name = prompt.segment_digest(above.entry.name, node.start, node.end)
-    media, fixed = _media_of(node), fixed_of(node.state)
-    if fixed is not None:
-        about = About(cost, (SNAPSHOT, name), media, ttl)
-        store.put(STATE, name, fixed, {"end": node.end}, about)
     spans = shift(node.spans, -node.start)
     record = {
         "parent": above.entry.name,
@@ -69,10 +62,22 @@ def _write_rows(store: Store, node: Node, ttl: float | None, cost: float) -> Non
         "ids": node.ids.tolist(),  # others compare the path before they read tensors
         "whole_spans": [list(span.all()) for span in spans],
     }
-    rows = {f"kv/{name}": tensor for name, tensor in (node.rows.tensors or {}).items()}
+    rows = {f"kv/{name}": tensor for name, tensor in node.rows.items()}
     tensors = {**rows, "ids": torch.from_numpy(node.ids)}
-    store.put(SNAPSHOT, name, tensors, record, About(cost, base, media, ttl))
+    store.put(SNAPSHOT, name, tensors, record, About(cost, base, _media_of(node), ttl))
     node.entry, node.unreadable = Stored(name, node.start, node.end), False
+
+
+def _write_ends(store: Store, node: Node, ttl: float | None, cost: float) -> None:
+    """Write what is valid at a node's end: it depends on the rows, and comes after them."""
+    if (entry := node.own_entry) is None:
+        return
+    about = About(cost, (SNAPSHOT, entry.name), _media_of(node), ttl)
+    last = {name: tensor for name, tensor in node.ends.items() if name == LOGITS}
+    for name, tensors in ((entry.name, node.states), (entry.ending, last)):
+        if tensors and not store.has(STATE, name):
+            _settled(node)
+            store.put(STATE, name, tensors, {"end": node.end}, about)
 
 
 def _media_of(node: Node) -> tuple[str, ...]:
@@ -81,9 +86,8 @@ def _media_of(node: Node) -> tuple[str, ...]:
 
 def _settled(node: Node) -> None:
     """Wait until copies to the host are complete."""
-    for part in node.parts:
-        if part.way is not None:
-            part.way.fence.wait()
+    if node.way is not None:
+        node.way.fence.wait()
 
 
 def rows_of(store: Store, nodes: Sequence[Node]) -> Iterator[tuple[Node, Tensors | None]]:

@@ -40,7 +40,7 @@ class Match:
                 node = node.parent
             return replace(self, node=node, length=min(until, node.end), whole=False)
         while node.parent is not None and (
-            not first <= node.end < len(prompt) or not (node.state.tier or node.own_entry)
+            not first <= node.end < len(prompt) or not (node.ends or node.own_entry)
         ):
             node = node.parent
         return replace(self, node=node, length=node.end, whole=False)

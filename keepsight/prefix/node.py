@@ -1,8 +1,8 @@
 """A node of the tree: one edge of paths, and what is remembered of it.
 
-An edge is a stretch of ids and media, compared in full. A node has two parts: the rows of its
-stretch, which can be cut at any token, and what is valid at its end alone: states of fixed size,
-and the last logits of a whole prompt. The tree decides what is kept, in which tier, and what goes.
+An edge is a stretch of ids and media, compared in full. A node has the rows of its stretch, which
+can be cut at any token, and what is valid at its end alone: states of fixed size, and the last
+logits of a whole prompt. Both are in one tier of memory, or in none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keepsight import digests
 from keepsight.prefix.prompt import Prompt, Span, common, shift
 from keepsight.store import Store
 from keepsight.system.accounts import account_of
-from keepsight.system.devices import Fence
+from keepsight.system.devices import Fence, to_devices, to_host
 
 Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
@@ -66,36 +66,6 @@ class HostCopy:
     fence: Fence  # set when the copies are complete
 
 
-@dataclass(eq=False, repr=False, slots=True)
-class Part:
-    """Tensors that are moved and evicted together, in one tier of memory or in none.
-
-    The end of a node depends on its rows, and rows depend on the rows of the parent.
-    """
-
-    node: Node
-    tensors: Tensors | None = None
-    tier: str = NOWHERE
-    nbytes: int = 0
-    way: HostCopy | None = None
-    was_here: bool = False  # absence now means eviction
-    on: dict[str, int] = field(default_factory=lambda: {DEVICE: 0, HOST: 0})  # dependents by tier
-
-    @property
-    def base(self) -> Part | None:
-        """What this part depends on; the first rows of a prompt depend on nothing."""
-        if self is self.node.state:
-            return self.node.rows
-        parent = self.node.parent
-        return None if parent is None or parent.parent is None else parent.rows
-
-    def dependents(self) -> Iterator[Part]:
-        """The parts that are useless without this one."""
-        if self is self.node.rows:
-            yield self.node.state
-            yield from (child.rows for child in self.node.children.values())
-
-
 class Node:
     """One edge of paths, and what is remembered of it and at its end."""
 
@@ -111,7 +81,11 @@ class Node:
         self.home: Home = home or (parent.home if parent is not None else Home())
         self.key: Key = ()  # among the children of its parent
         self.take(start, np.empty(0, dtype=np.int64) if ids is None else ids, spans)
-        self.rows, self.state = Part(self), Part(self)
+        self.rows: Tensors = {}
+        self.ends: Tensors = {}  # what is valid at its end alone
+        self.tier, self.nbytes = NOWHERE, 0
+        self.way: HostCopy | None = None
+        self.was_here = False  # absence now means eviction
         self.holds = 0  # its own, and one for each child that is held
         self.kept = 0  # own ones that end when it is forgotten
         self.pinned = False
@@ -120,7 +94,6 @@ class Node:
         self.unreadable = False  # a read of its entry has failed
         self.leased = False  # from a store, which knows when it expires
         self.expires: float | None = None
-        self.used = 0
 
     def take(self, start: int, ids: np.ndarray, spans: tuple[Span, ...]) -> None:
         """Set its stretch; spans count from the beginning of the path."""
@@ -135,37 +108,53 @@ class Node:
         return token, span.feature_id, span.offset
 
     def __repr__(self) -> str:
-        return f"Node({self.start} to {self.end}, {self.rows.tier or 'nowhere'})"
+        return f"Node({self.start} to {self.end}, {self.tier or 'nowhere'})"
 
     @property
     def kv(self) -> Tensors | None:
         """Keys and values of the stretch, if on the model's device."""
-        return self.rows.tensors if self.rows.tier == DEVICE else None
+        return self.rows if self.tier == DEVICE else None
 
     @property
     def logits(self) -> torch.Tensor | None:
         """The logits behind a whole prompt that ends here, if on the model's device."""
-        return (self.state.tensors or {}).get(LOGITS) if self.state.tier == DEVICE else None
+        return self.ends.get(LOGITS) if self.tier == DEVICE else None
+
+    @property
+    def states(self) -> Tensors:
+        """The states of fixed size at its end."""
+        return {name: tensor for name, tensor in self.ends.items() if name != LOGITS}
 
     @property
     def fixed(self) -> Tensors | None:
-        """The states of fixed size at the end, if on the model's device."""
-        return fixed_of(self.state) if self.state.tier == DEVICE else None
-
-    @property
-    def parts(self) -> tuple[Part, Part]:
-        """Both parts, the dependent one first."""
-        return self.state, self.rows
-
-    @property
-    def nbytes(self) -> int:
-        """Unique storage bytes of its tensors, in all tiers of memory."""
-        return self.rows.nbytes + self.state.nbytes
+        """The states of fixed size at its end, if on the model's device."""
+        return self.states or None if self.tier == DEVICE else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that takes memory here."""
-        for part in self.parts:
-            yield from (part.tensors or {}).values()
+        yield from self.rows.values()
+        yield from self.ends.values()
+
+    @torch.inference_mode()
+    def to_host(self) -> tuple[Tensors, Tensors]:
+        """Copies of rows and ends in host memory, bit for bit; it remembers where they were. With
+        asynchronous copies the device waits, not the program."""
+        tensors = {**self.rows, **self.ends}
+        copies, fence = to_host(tensors)
+        self.way = HostCopy({name: tensor.device for name, tensor in tensors.items()}, fence)
+        own = {name: c.clone() if c is tensors[name] else c for name, c in copies.items()}
+        return {name: own[name] for name in self.rows}, {name: own[name] for name in self.ends}
+
+    @torch.inference_mode()
+    def to_device(self) -> tuple[Tensors, Tensors]:
+        """Copies of rows and ends where they came from."""
+        way, self.way = self.way, None
+        if way is None:
+            return self.rows, self.ends
+        rows, ends = (
+            to_devices(some, way.devices.__getitem__, way.fence) for some in (self.rows, self.ends)
+        )
+        return rows, ends
 
     @property
     def own_entry(self) -> Stored | None:
@@ -176,7 +165,7 @@ class Node:
     def is_record(self) -> bool:
         """Whether nothing is left of it but its path. A root is no record."""
         held = self.holds or self.children or self.gone or self.parent is None
-        return not held and not self.rows.tier and not self.state.tier
+        return not held and not self.tier
 
     def chain(self) -> list[Node]:
         """The nodes from the first stretch to this one, without the root."""
@@ -204,12 +193,6 @@ class Node:
         theirs = shift(prompt.clip(self.start, stop), -self.start)
         mine = shift(self.spans, -self.start)
         return common(self.ids, mine, prompt.ids[self.start : stop], theirs)
-
-
-def fixed_of(part: Part) -> Tensors | None:
-    """The states of fixed size among what is valid at an end."""
-    found = {name: t for name, t in (part.tensors or {}).items() if name != LOGITS}
-    return found or None
 
 
 @torch.inference_mode()

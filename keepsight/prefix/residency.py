@@ -1,12 +1,11 @@
 """What the tree holds in each tier of memory, for which tenant, and what goes first.
 
 Edges are split at any token when a prompt parts there; each half then has its rows in memory of its
-own. No part is in a nearer tier than what it depends on: after rows on the host there are none on
-the device, and after rows in no memory there are none at all. So leaves go first, the least
-recently used one before others: from the device to the host if that has a budget, else they are
-dropped; a store has had them since they were inserted. Copies are made after a turn only, so that
-no first token waits for them; until then the device may exceed its budget by an eighth. What has
-gone stays as a record of its path, so that a report can say `evicted` instead of `new`.
+own. No node is in a nearer tier than the one before it, and whoever uses a node uses all before it.
+So the first in order of last use is a leaf, and it goes first: from the device to the host if that
+has a budget, else it is dropped; a store has had it since it was inserted. Copies are made after a
+turn only, so that no first token waits for them; until then the device may exceed its budget by an
+eighth. What has gone stays as a record of its path, so that a report can say `evicted`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from weakref import ref
 
 from keepsight.errors import InputError, PinsFull
 from keepsight.formats.package import storage_bytes
@@ -28,19 +27,53 @@ from keepsight.prefix.node import (
     Home,
     Key,
     Node,
-    Part,
     Received,
     Stored,
     Tensors,
     cut,
 )
 from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tier import Tier, copy_back, copy_out
 from keepsight.store import Store
 
 MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
 MAX_RECORDS = 4096  # paths without tensors that are remembered, to say `evicted`
 SLACK = 8  # share by which the device may exceed its budget during a turn
+
+
+class Tier:
+    """One tier of memory: its bytes, in total, per tenant, and per account for quotas; and those of
+    its nodes that nothing holds, in order of last use."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nbytes = self.held = self.snapshots = 0
+        self.bytes_of, self.owned = Counter[str](), Counter[str]()
+        self.order: OrderedDict[Node, None] = OrderedDict()
+
+    def count(self, node: Node, sign: int) -> None:
+        """Add a node to the counts, or remove it."""
+        nbytes, home = sign * node.nbytes, node.home
+        self.nbytes += nbytes
+        self.snapshots += sign
+        self.held += nbytes if node.holds else 0
+        for table, name in ((self.bytes_of, home.tenant), (self.owned, home.account)):
+            table[name] += nbytes
+            if not table[name]:  # the number of tenants is unbounded
+                del table[name]
+
+    def least(self) -> Node | None:
+        """The node that goes next: nothing in this tier depends on it."""
+        return next(iter(self.order), None)
+
+    def stats(self, budget: int) -> dict[str, int]:
+        """Its bytes and snapshots, as plain data."""
+        return {
+            "bytes": self.nbytes,
+            "budget": budget,
+            "held_bytes": self.held,
+            "evictable_bytes": self.nbytes - self.held,
+            "snapshots": self.snapshots,
+        }
 
 
 class Residency:
@@ -63,6 +96,7 @@ class Residency:
         self.roots: dict[str, Node] = {}
         self._homes: dict[str, Home] = {}  # whose each namespace is, cleared or not
         self.device, self.host = Tier(DEVICE), Tier(HOST)
+        self._tiers = {DEVICE: self.device, HOST: self.host}
         self.evictions = self.demotions = self.promotions = 0
         self.late = False  # whether a budget is exceeded until the turn has ended
         self.detached: set[Node] = set()  # forgotten, but held still
@@ -75,9 +109,6 @@ class Residency:
         self.beside: Callable[[], int] = lambda: 0
         self._now, self._count = clock, itertools.count(1)
         self.tick = 0
-        self.changes = 0  # of edges
-        self._walked: tuple[Node | None, ref[Prompt] | None, int, list[tuple[Node, int]]]
-        self._walked = (None, None, 0, [])  # the latest walk along a prompt that still is there
         self._touched: set[str] = set()  # accounts that may exceed their quota
         self._expiring: list[tuple[float, int, Node]] = []
 
@@ -126,7 +157,6 @@ class Residency:
             return self.split(child, min(end, node.end + child.shared(prompt)))
         new = Node(node, node.end, prompt.ids[node.end : end].copy(), prompt.clip(node.end, end))
         new.key, node.children[key] = key, new
-        self.changes += 1
         self._will_expire(new, None if self.ttl is None else self._now() + self.ttl)
         return new
 
@@ -135,26 +165,23 @@ class Residency:
         if at == node.end or node.parent is None:
             return node
         size, start, ids, spans = at - node.start, node.start, node.ids, node.spans
-        part, way, tensors = node.rows, node.rows.way, node.rows.tensors or {}
-        tier = self._tier(part) if part.tier else None
-        if way is not None:
-            way.fence.wait()
-        halves = [cut(tensors, *its, len(ids)) for its in ((0, size), (size, len(ids)))]
+        if node.way is not None:
+            node.way.fence.wait()
+        halves = [cut(node.rows, *its, len(ids)) for its in ((0, size), (size, len(ids)))]
         before = tuple(s.clip(start, at) for s in spans if s.start < at)
         upper = Node(node.parent, start, ids[:size].copy(), before)
         upper.key, upper.entry, upper.leased = node.key, node.entry, node.leased
-        upper.holds, upper.used = int(node.holds > 0), node.used
-        upper.rows.was_here = node.rows.was_here
-        self.changes += 1
-        self._remove(part)
+        upper.holds, upper.was_here = int(node.holds > 0), node.was_here
         node.parent.children[node.key] = upper
         node.take(at, ids[size:].copy(), tuple(s.clip(at, node.end) for s in spans if s.end > at))
         node.parent, node.key = upper, node.first_key()
         upper.children[node.key] = node
-        if tier is not None:
-            upper.rows.way = way
-            self._put(upper.rows, halves[0], tier)
-            self._put(part, halves[1], tier)
+        if node.tier:
+            upper.way = node.way
+            tier, ends = self._tiers[node.tier], node.ends
+            self._put(node, halves[1], ends, tier)
+            self._put(upper, halves[0], {}, tier)
+            self._touch(upper)
         self._will_expire(upper, node.expires)
         return upper
 
@@ -166,14 +193,16 @@ class Residency:
 
     def hold_node(self, node: Node) -> Node:
         """Keep a node and everything it depends on until `release`."""
-        self.tick = node.used = node.home.used = next(self._count)
+        self.tick = node.home.used = next(self._count)
         node.home.holds += 1
         held: Node | None = node
         while held is not None:
             held.holds += 1
             if held.holds > 1:  # then all before it is held too
                 break
-            self._guard(held, 1)
+            if held.tier:
+                self._tiers[held.tier].held += held.nbytes
+                del self._tiers[held.tier].order[held]
             held = held.parent
         return node
 
@@ -203,29 +232,30 @@ class Residency:
             held.holds -= 1
             if held.holds:
                 break
-            self._guard(held, -1)
-            held.used = self.tick  # its whole path was in use until now
+            if held.tier:
+                self._tiers[held.tier].held -= held.nbytes
             self._set_free(held)
             held = held.parent
         node.home.holds -= 1
         if not node.home.holds:
             node.home.barred.clear()
 
-    def _guard(self, node: Node, sign: int) -> None:
-        for part in (node.state, node.rows):  # each turn passes every node of its path twice here
-            if part.tier:
-                (self.device if part.tier == DEVICE else self.host).held += sign * part.nbytes
-
     def _set_free(self, node: Node) -> None:
         if node.gone:
             self.detached.discard(node)
-        for part in (node.state, node.rows):
-            if node.gone:
-                self._drop(part)
-            elif part.tier and not part.on[part.tier]:
-                self._tier(part).offer(part)
+            self._drop(node)
+        elif node.tier:
+            self._tiers[node.tier].order[node] = None
         if not node.children:
             self._note(node)
+
+    def _touch(self, node: Node) -> None:
+        """Make the free end of a path the last in order, each node before the one before it."""
+        at: Node | None = node
+        while at is not None and not at.holds:
+            if at.tier:
+                self._tiers[at.tier].order.move_to_end(at)
+            at = at.parent
 
     def pin(self, node: Node, on: bool = True) -> None:
         """Pin or unpin a node and everything it depends on in memory. Pins count against quota and
@@ -254,58 +284,55 @@ class Residency:
 
     # -- tiers -------------------------------------------------------------------------------------
 
-    def _tier(self, part: Part) -> Tier:
-        return self.device if part.tier == DEVICE else self.host
+    def place(self, node: Node, rows: Tensors | None = None, ends: Tensors | None = None) -> None:
+        """Put rows or ends of a node on the device, beside or in place of what is there."""
+        rows = node.rows if rows is None else rows
+        self._put(node, rows, {**node.ends, **(ends or {})}, self.device)
 
-    def place(self, part: Part, tensors: Tensors) -> None:
-        """Put tensors on the device; drop the part's earlier ones."""
-        self._put(part, tensors, self.device)
-        part.way = None
+    def _put(self, node: Node, rows: Tensors, ends: Tensors, tier: Tier) -> None:
+        there = node.tier == tier.name
+        self._remove(node, keeps_place=there)
+        node.rows, node.ends, node.tier, node.was_here = rows, ends, tier.name, True
+        node.nbytes = storage_bytes(node.tensors())
+        if tier is self.device:
+            node.way = None
+        tier.count(node, 1)
+        if not node.holds and not there:
+            tier.order[node] = None
+        self._touched.add(node.home.account)
 
-    def _put(self, part: Part, tensors: Tensors, tier: Tier) -> None:
-        self._remove(part)
-        part.tensors, part.tier, part.nbytes = tensors, tier.name, storage_bytes(tensors.values())
-        part.was_here = True
-        tier.put(part)
-        self._touched.add(part.node.home.account)
+    def _remove(self, node: Node, keeps_place: bool = False) -> None:
+        if node.tier:
+            tier = self._tiers[node.tier]
+            tier.count(node, -1)
+            if not keeps_place:
+                tier.order.pop(node, None)
+            node.rows, node.ends, node.tier, node.nbytes = {}, {}, NOWHERE, 0
 
-    def _remove(self, part: Part) -> None:
-        if part.tier:
-            self._tier(part).take(part)
-            part.tensors, part.tier, part.nbytes = None, NOWHERE, 0
-
-    def promote(self, part: Part) -> None:
-        """Move a part back to the device, where everything it depends on already is."""
-        if part.tier == HOST:
-            self.place(part, copy_back(part))
+    def promote(self, node: Node) -> None:
+        """Move a node back to the device, where all before it already is."""
+        if node.tier == HOST:
+            self._put(node, *node.to_device(), self.device)
             self.promotions += 1
 
-    def _demote(self, part: Part) -> None:
+    def _demote(self, node: Node) -> None:
         room = self.host_budget if self.quota is None else min(self.host_budget, self.quota)
-        if part.nbytes > room:
-            self._drop(part)
+        if node.nbytes > room:
+            self._drop(node)
             return
-        self._put(part, copy_out(part), self.host)
+        self._put(node, *node.to_host(), self.host)
         self.demotions += 1
 
-    def _drop(self, part: Part) -> None:
-        """Drop a part, after everything that depends on it."""
-        if not part.tier:
-            return
-        if any(part.on.values()):
-            for other in part.dependents():
-                self._drop(other)
-        self._remove(part)
-        part.way = None
-        self.evictions += 1
-        self._note(part.node)
-
-    def _lower(self, part: Part, away: Callable[[Part], None]) -> None:
-        """Remove one part from its tier; with an end, also rows that served only it."""
-        node, tier = part.node, self._tier(part)
-        away(part)
-        if part is node.state and tier.may_go(node.rows):
-            away(node.rows)
+    def _drop(self, node: Node) -> None:
+        """Drop what a node has in memory, after everything that depends on it."""
+        dependent = [node] if node.tier else []
+        for n in dependent:
+            dependent += [child for child in n.children.values() if child.tier]
+        for n in reversed(dependent):
+            self._remove(n)
+            n.way = None
+            self.evictions += 1
+            self._note(n)
 
     @property
     def room(self) -> int:
@@ -327,26 +354,31 @@ class Residency:
         down = self._demote if self.host_budget else self._drop
         for tier, away in ((self.device, down), (self.host, self._drop)):
             budget = self.room if tier is self.device else self.host_budget
-            while tier.nbytes > budget and (part := tier.least()) is not None:
-                self._lower(part, away)
+            while tier.nbytes > budget and (node := tier.least()) is not None:
+                away(node)
             if tier is self.device and tier.nbytes > budget:
                 self.on_forget(True)
-            for account in list(self._touched) if self.quota is not None else ():
-                while tier.owned.get(account, 0) > (self.quota or 0):
-                    if (part := tier.least(account)) is None:
-                        break
-                    self._lower(part, away)
+            for account in self._touched if self.quota is not None else ():
+                self._fit_quota(tier, account, away)
         self._touched.clear()
         self._prune()
+
+    def _fit_quota(self, tier: Tier, account: str, away: Callable[[Node], None]) -> None:
+        quota = self.quota or 0
+        if tier.owned.get(account, 0) > quota:
+            for node in [n for n in tier.order if n.home.account == account]:
+                away(node)
+                if tier.owned.get(account, 0) <= quota:
+                    break
 
     def evict(self, nbytes: int) -> int:
         """Free at least this many bytes of memory, if evictable; return the bytes freed."""
         start = self.device.nbytes + self.host.nbytes
         for tier in (self.host, self.device):
             while start - self.device.nbytes - self.host.nbytes < nbytes:
-                if (part := tier.least()) is None:
+                if (node := tier.least()) is None:
                     break
-                self._lower(part, self._drop)
+                self._drop(node)
         self._prune()
         return start - self.device.nbytes - self.host.nbytes
 
@@ -366,7 +398,6 @@ class Residency:
             if node.is_record and node.parent is not None:
                 node.gone = True
                 del node.parent.children[node.key]
-                self.changes += 1
                 self._note(node.parent)
 
     # -- forgetting --------------------------------------------------------------------------------
@@ -381,7 +412,6 @@ class Residency:
             return 0
         start = self.device.nbytes + self.host.nbytes
         del node.parent.children[node.key]
-        self.changes += 1
         below, let = list(node.below()), False
         for n in below:
             n.gone = True
@@ -394,8 +424,7 @@ class Residency:
             if n.holds:
                 self.detached.add(n)
                 continue
-            for part in n.parts:
-                self._drop(part)
+            self._drop(n)
         self._note(node.parent)
         self.on_forget(False)
         if let and fit:  # what was protected besides them counts again

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from weakref import ref
 
 import torch
 
 from keepsight.kinds import Record
 from keepsight.prefix import archive
 from keepsight.prefix.match import Known, Match
-from keepsight.prefix.node import DEVICE, HOST, LOGITS, Node, Stored, Tensors, cut, fixed_of
+from keepsight.prefix.node import DEVICE, HOST, LOGITS, Node, Stored, Tensors, cut
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.residency import Residency
 
@@ -51,14 +50,14 @@ class Tree(Residency):
     def _usable_path(self, root: Node, prompt: Prompt, rule: Rule) -> list[tuple[Node, int]]:
         """The edges whose rows are available along a prompt, each with how far it agrees."""
         node, usable = root, list[tuple[Node, int]]()
-        steps = self._path(root, prompt)
+        steps = self._walk(root, prompt)
         while True:
             part = None
             for child, until in steps:
                 if child.leased and not self._stored(child):
                     self.forget(child, fit=False)  # it has expired; the match is not held yet
                     break
-                if not (child.rows.tier or child.entry):
+                if not (child.tier or child.entry):
                     break
                 usable.append((child, until))
                 if until < child.end:
@@ -71,15 +70,6 @@ class Tree(Residency):
             if part is not None:
                 usable.pop()
             steps = self._walk(node, prompt)
-
-    def _path(self, root: Node, prompt: Prompt) -> list[tuple[Node, int]]:
-        """All edges along a prompt; the latest is asked for again at once."""
-        its, of, changes, path = self._walked
-        same = of is not None and of() is prompt
-        if its is not root or not same or changes != self.changes:
-            path = self._walk(root, prompt)
-            self._walked = root, ref(prompt), self.changes, path
-        return path
 
     def _walk(self, node: Node, prompt: Prompt) -> list[tuple[Node, int]]:
         """The edges along a prompt from a node on, each with how far it agrees."""
@@ -152,7 +142,7 @@ class Tree(Residency):
             node = self.edge(node, prompt, new.end)
             if node.entry is None and not node.unreadable:
                 node.entry, adopted = new, True
-                node.leased = self.ttl is not None and not node.rows.tier
+                node.leased = self.ttl is not None and not node.tier
             self._note(node)
         return node if adopted else None
 
@@ -160,8 +150,7 @@ class Tree(Residency):
         """Whether what is needed at the end of a node is available: states if the model has them,
         and the logits of a whole prompt."""
         entry, store = node.own_entry, node.home.store
-        states = not self.has_fixed or fixed_of(node.state) is not None
-        logits = whole is None or LOGITS in (node.state.tensors or {})
+        states, logits = self._ends_in_memory(node, whole)
         if states and logits:
             return True
         if entry is None or store is None:
@@ -169,15 +158,14 @@ class Tree(Residency):
         states = states or store.has(archive.STATE, entry.name)
         return states and (logits or store.has(archive.STATE, entry.ending))
 
+    def _ends_in_memory(self, node: Node, whole: Prompt | None) -> tuple[bool, bool]:
+        """Whether the states and the logits that are needed at the end of a node are there."""
+        return not self.has_fixed or bool(node.states), whole is None or LOGITS in node.ends
+
     def _farthest(self, node: Node, whole: Prompt | None) -> str:
         """The farthest tier needed. No part is in a nearer tier than what it depends on."""
-        needed = [node.rows.tier]
-        if self.has_fixed:
-            needed.append(node.state.tier if fixed_of(node.state) else "")
-        if whole is not None:
-            needed.append(node.state.tier if LOGITS in (node.state.tensors or {}) else "")
-        if all(needed):
-            return HOST if HOST in needed else DEVICE
+        if node.tier and all(self._ends_in_memory(node, whole)):
+            return node.tier
         store, entry = node.home.store, node.entry
         told = store.tier(archive.SNAPSHOT, entry.name) if store and entry else None
         return told or "disk"
@@ -205,7 +193,7 @@ class Tree(Residency):
 
     def _known_from(self, root: Node, prompt: Prompt) -> Known:
         if self.reuse == "prefix" or not len(prompt):
-            return self._known_along(root, self._path(root, prompt), prompt)
+            return self._known_along(root, self._walk(root, prompt), prompt)
         key = prompt.key(0)  # what follows differs by all that changes it
         found = [self._known_along(root, [], prompt)]
         for its, child in root.children.items():
@@ -224,9 +212,7 @@ class Tree(Residency):
 
     def _is_evicted(self, node: Node) -> bool:
         """Whether something of it existed once and is in no tier now, including the store."""
-        rows, state = node.rows, node.state
-        lost = (rows.was_here and not rows.tier) or (state.was_here and not state.tier)
-        return lost and not self._stored(node)
+        return node.was_here and not node.tier and not self._stored(node)
 
     # -- loading and remembering -------------------------------------------------------------------
 
@@ -234,48 +220,45 @@ class Tree(Residency):
         """Move a held path to the device, from the host or the store. False if an entry is damaged
         or does not match its name."""
         chain, store = node.chain(), node.home.store
-        for part in [*(n.rows for n in chain), node.state]:
-            self.promote(part)
-        missing = [n for n in chain if not n.rows.tier]
+        for n in chain:
+            self.promote(n)
+        missing = [n for n in chain if not n.tier]
         for n, rows in archive.rows_of(store, missing) if store is not None else ():
             received = None if rows is None else self.receive(rows, None)
             if received is None:
                 return self._cannot_read(n, rows)
-            self.place(n.rows, received[0])
-        if not all(n.rows.tier for n in chain) or not self._load_end(node, prompt):
+            self.place(n, received[0])
+        if not all(n.tier for n in chain) or not self._load_end(node, prompt):
             return False
         self.fit()
         return True
 
     def _load_end(self, node: Node, prompt: Prompt) -> bool:
         """Read what is missing at the end of a path; logits only for a whole prompt."""
-        have, entry, store = node.state.tensors or {}, node.own_entry, node.home.store
-        fixed, rows = fixed_of(node.state), node.rows.tensors
-        wants_state = self.has_fixed and node.parent is not None and fixed is None
-        wants_logits = node.end == len(prompt) and LOGITS not in have
+        entry, store = node.own_entry, node.home.store
+        wants_state = self.has_fixed and node.parent is not None and not node.states
+        wants_logits = node.end == len(prompt) and LOGITS not in node.ends
         if not (wants_state or wants_logits):
             return True
-        if entry is None or store is None or rows is None:
+        if entry is None or store is None or not node.tier:
             return not wants_state
+        fixed = None
         if wants_state:
             fixed = archive.read_end(store, node, entry.name)
             if fixed is None:
                 return self._cannot_read(node, None)
         logits = archive.read_end(store, node, entry.ending) if wants_logits else None
-        received = self.receive({**rows, **(logits or {})}, fixed)
+        received = self.receive({**node.rows, **(logits or {})}, fixed)
         if received is None:
             return self._cannot_read(node, fixed)
-        end = {**have, **(received[1] or {})}
-        if LOGITS in received[0]:
-            end[LOGITS] = received[0][LOGITS]
-        if end:
-            self.place(node.state, end)
+        last = {LOGITS: received[0][LOGITS]} if LOGITS in received[0] else {}
+        self.place(node, ends={**last, **(received[1] or {})})
         return True
 
     def _cannot_read(self, node: Node, read: Tensors | None) -> bool:
         """Note that a node has no entry that can be used; False."""
         if read is not None and node.entry is not None and node.home.store is not None:
-            kind = archive.STATE if node.rows.tier else archive.SNAPSHOT
+            kind = archive.STATE if node.tier else archive.SNAPSHOT
             why = "its tensors do not have this model's shape"
             node.home.store.reject(kind, node.entry.name, why)
         node.entry, node.unreadable = None, True
@@ -297,9 +280,9 @@ class Tree(Residency):
         `cost` is the milliseconds of its computation. `since` is when the prompt was matched: what
         was forgotten later is returned `gone`, held but not remembered.
         """
-        for n in parent.chain() if parent.rows.tier == HOST else ():
-            self.promote(n.rows)
-        nowhere = parent.parent is not None and parent.rows.tier != DEVICE
+        for n in parent.chain() if parent.tier == HOST else ():
+            self.promote(n)
+        nowhere = parent.parent is not None and parent.tier != DEVICE
         late = since is not None and self._barred(parent, prompt, parent.end, end, since)
         if parent.gone or nowhere or late:  # even if a later turn made the same node again
             node = Node(parent, parent.end, prompt.ids[parent.end : end].copy())
@@ -309,16 +292,15 @@ class Tree(Residency):
         node, begin = parent, parent.end
         while node.end < end:
             node = self.edge(node, prompt, end)
-            if node.rows.tier != DEVICE:
-                self.place(node.rows, cut(kv, node.start - begin, node.end - begin, end - begin))
+            self.promote(node)
+            if not node.tier:
+                self.place(node, cut(kv, node.start - begin, node.end - begin, end - begin))
         self.hold_node(node)
-        have = node.state.tensors or {}
-        self.promote(node.state)
-        new = {LOGITS: logits} if logits is not None and LOGITS not in have else {}
-        if self.has_fixed and fixed and fixed_of(node.state) is None:
+        new = {LOGITS: logits} if logits is not None and LOGITS not in node.ends else {}
+        if self.has_fixed and fixed and not node.states:
             new |= fixed
         if new:
-            self.place(node.state, {**(node.state.tensors or {}), **new})
+            self.place(node, ends=new)
         store = node.home.store
         if store is not None and (new or not archive.is_there(store, node)):
             archive.write(store, node, self.ttl, cost)

@@ -16,8 +16,7 @@ from keepsight.errors import InputError
 from keepsight.store.contract import NOTHING, About, Below, Entry
 from keepsight.store.disk import DiskStore
 from keepsight.store.files import FORMAT
-from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
-from keepsight.store.priority import EvictionQueue
+from keepsight.store.memory_cache import MemoryCache
 from keepsight.store.tenants import Store
 from keepsight.store.writer import ROOM
 
@@ -28,9 +27,7 @@ __all__ = [
     "Below",
     "DiskStore",
     "Entry",
-    "EvictionQueue",
     "MemoryCache",
-    "SharedMemoryCache",
     "Store",
     "open_store",
 ]

@@ -18,6 +18,7 @@ from keepsight.kinds import Record
 
 Tensors = dict[str, torch.Tensor]
 Content = tuple[Tensors | None, Record]  # without tensors: a note
+Found = tuple[Content, Record]  # with the metadata in its file
 Name = tuple[str, str]  # kind and key
 Below = dict[str | None, list[tuple[str, Record]]]  # by key of their base: key, record
 
@@ -95,15 +96,14 @@ class Keeper(Protocol):
     def tier(self, name: EntryName) -> str | None:
         """Where a read would find it: "disk", "remote", or None."""
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Content]:
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that are there, intact and not expired."""
 
     def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
         """Hand over an entry; its tensors must not change afterwards. It is readable at once.
 
         A store may refuse it, and counts refusals: if too much waits to be written, if the entry
-        alone exceeds the budget (then `flush` says so), or if its base is absent. Only an entry
-        that depends on its own key may come before its base.
+        alone exceeds the budget (then `flush` says so), or if its base is absent.
         """
 
     def entry(self, name: EntryName) -> Entry | None:

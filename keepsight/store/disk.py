@@ -23,7 +23,7 @@ from typing import TypeVar
 from keepsight.errors import DamagedFile, FileError, PinsFull, StoreError, WrongFormatVersion
 from keepsight.kinds import Record
 from keepsight.store import files, index, layout
-from keepsight.store.contract import About, Below, Content, Entry, EntryName
+from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
 from keepsight.store.files import DAMAGED, PART, Folder, PartFile
 from keepsight.store.health import GONE, OK, PINNED, Health
 from keepsight.store.index import Base, Index, Scope
@@ -91,7 +91,6 @@ class Disk:
         )
         self.retire = self._writer.retire
         self._is_marked = False
-        self._sweep_at = 0.0
         with contextlib.suppress(OSError):  # a new folder, or one out of reach
             try:
                 layout.check_marker(folder.read_file(layout.MARKER), self.label)
@@ -110,9 +109,9 @@ class Disk:
         """Where a read would find it: "disk", or None."""
         return "disk" if self.has(name) else None
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Content]:
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that are there, intact and not expired."""
-        found: dict[EntryName, Content] = {}
+        found: dict[EntryName, Found] = {}
         on_disk = []
         for name in names:
             job = self._writer.waiting(name)
@@ -120,7 +119,7 @@ class Disk:
                 on_disk.append(name)
                 continue
             job.ready.wait()
-            found[name] = job.content
+            found[name] = job.content, job.metadata
             self._writer.counts.count(name.tenant, "hits")
         read = self._read(files.read, on_disk)
         for name in on_disk:
@@ -130,8 +129,8 @@ class Disk:
         return found | read
 
     def _read(
-        self, read: Callable[[Path, EntryName], tuple[Content, Record]], names: list[EntryName]
-    ) -> dict[EntryName, Content]:
+        self, read: Callable[[Path, EntryName], Found], names: list[EntryName]
+    ) -> dict[EntryName, Found]:
         """Read several files side by side: checking bytes takes longer than reading them."""
         if self._reads.is_aside:
             return {}
@@ -140,11 +139,9 @@ class Disk:
         else:
             with ThreadPoolExecutor(min(_READERS, len(names)), "keepsight-read") as pool:
                 found = list(pool.map(lambda name: self._read_one(read, name), names))
-        return {n: content for n, content in zip(names, found, strict=True) if content is not None}
+        return {n: one for n, one in zip(names, found, strict=True) if one is not None}
 
-    def _read_one(
-        self, read: Callable[[Path, EntryName], tuple[Content, Record]], name: EntryName
-    ) -> Content | None:
+    def _read_one(self, read: Callable[[Path, EntryName], Found], name: EntryName) -> Found | None:
         """Only a wrong file is set aside, not an unreachable one."""
         try:
             content, metadata = read(self._files.path(layout.place(*name)), name)
@@ -164,7 +161,7 @@ class Disk:
         if layout.expired(metadata):
             self._writer.used(name, is_over=True)
             return None
-        return content
+        return content, metadata
 
     def reject(self, name: EntryName, why: str) -> None:
         """Set aside an entry whose content does not match its key, with one warning."""
@@ -189,7 +186,7 @@ class Disk:
         names = [name for level in listed.values() for name in level]
         read = self._read(files.read_record, names)
         return {
-            key: [(name.key, read[name][1]) for name in level if name in read]
+            key: [(name.key, read[name][0][1]) for name in level if name in read]
             for key, level in listed.items()
         }
 
@@ -228,24 +225,22 @@ class Disk:
         finally:
             for _, part in begun:
                 part.drop()
-        refused = [name for name, what in became.items() if what == REFUSED]
-        if refused:  # a state comes before its snapshot
-            self._index.remove(
-                lambda base: [up for name in refused for up in index.upon(base, name)]
-            )
         self._fit({job.account for job in jobs}, begun, became)
         return became
 
     def _begin(
         self, job: Job, became: dict[EntryName, str], begun: list[tuple[Job, PartFile]]
     ) -> None:
-        if job.name not in self._writer.uses.over and self._files.is_there(job.name):
+        is_over = job.name in self._writer.uses.over or (
+            job.about.ttl is not None and self._is_over(job.name)
+        )
+        if self._files.is_there(job.name) and not is_over:
             became[job.name] = THERE
             return
         try:
             job.ready.wait()
             parts = files.spelled(job.name, job.content, job.metadata)
-            part = self._files.begin(layout.place(*job.name), parts, layout.expiry(job.metadata))
+            part = self._files.begin(layout.place(*job.name), parts)
         except OSError:
             raise
         except Exception as error:
@@ -274,7 +269,7 @@ class Disk:
         for job, part in begun:
             on = job.about.depends_on
             on_name = None if on is None else EntryName(*on, job.name.tenant)
-            if on_name is None or on_name.key == job.name.key or self._has_row(base, on_name):
+            if on_name is None or self._has_row(base, on_name):
                 index.put(base, [job.entry(part.size)])
             else:
                 became[job.name] = REFUSED
@@ -297,9 +292,6 @@ class Disk:
     def _tidy(self, uses: Uses) -> float | None:
         """Record uses, remove what is expired; return in how many seconds the next one will be."""
         facts = self._writer.counts.take()
-        if not (uses.read or uses.over or facts) and time.monotonic() < self._sweep_at:
-            return self._sweep_at - time.monotonic()
-        self._sweep_at = time.monotonic() + 1.0
 
         def enter(base: Base) -> list[EntryName]:
             index.use(base, uses.read, time.time())
@@ -364,7 +356,7 @@ class Disk:
         self._writer.catch_up()
         if not self.has(name):
             return None
-        return self._index.look(lambda base: index.row(base, name), None)
+        return self._row(name)
 
     def entries(self, tenant: str | None) -> Iterator[Entry]:
         """All entries."""
@@ -485,7 +477,8 @@ class Disk:
     # -- check -----------------------------------------------------------------------------------
 
     def check(self, tenant: str | None, repair: bool) -> list[str]:
-        """Read everything in full; return one line per problem. `repair` fixes them.
+        """Read everything in full; return one line per problem. `repair` sets damaged files aside
+        and fills the index again.
 
         Files that no store wrote and entries of other versions are named, but not repaired.
         """
@@ -498,18 +491,28 @@ class Disk:
             self._index.delete()
         if not self._index.is_store():
             return found
+        rows: list[str] = []  # what is wrong in the index
         for whose in self._tenants_in(tenant):
             for shard in self._shards(whose, found):
                 for last in self._files.names(shard):
                     if not last.startswith(PART) and not last.endswith(DAMAGED):
-                        self._check_file(f"{shard}/{last}", found, repair)
-        self._check_rows(tenant, found, repair)
-        self._check_bases(tenant, found, repair)
-        self._check_pins(tenant, found, repair)
-        if repair:
-            for whose in self._tenants_in(tenant):
-                self._files.sweep(whose, _WEEK)
+                        self._check_file(f"{shard}/{last}", found, rows, repair)
+        self._check_rows(tenant, rows)
+        if repair and rows:
+            self._index.delete()
+        found += rows
+        for entry in self._index.look(index.without_base, list[Entry]()):
+            if tenant in (None, entry.tenant):
+                base = "/".join(entry.depends_on or ())
+                found.append(f"{self._spelled(entry.name)}: depends on {base}, which is absent")
+                if repair:
+                    self._index.remove(lambda base, n=entry.name: [n])  # type: ignore[misc]
+        for whose in self._tenants_in(tenant) if repair else ():
+            self._files.sweep(whose, _WEEK)
         return found
+
+    def _spelled(self, name: EntryName) -> Path:
+        return self._files.path(layout.place(*name))
 
     def _shards(self, tenant: str, found: list[str]) -> Iterator[str]:
         """The folders of a tenant's entries that are folders."""
@@ -524,19 +527,19 @@ class Disk:
             elif status is not None and folder not in kinds:
                 yield folder
 
-    def _check_file(self, place: str, found: list[str], repair: bool) -> None:
+    def _check_file(self, place: str, found: list[str], rows: list[str], repair: bool) -> None:
+        """Read a file, and compare it with its row: a wrong one could cause intact entries to be
+        removed."""
         path, name, status = self._files.path(place), layout.parse(place), self._files.status(place)
         if name is None:
             found.append(f"{path}: no store wrote this file")
             return
-        if status is None:
-            return  # it was removed meanwhile
         try:
-            if not stat.S_ISREG(status.st_mode):
+            if status is not None and not stat.S_ISREG(status.st_mode):
                 raise DamagedFile(f"{path}: a link or a folder where a file should be")
             files.read(path, name)
         except FileNotFoundError:
-            return
+            return  # it was removed meanwhile
         except WrongFormatVersion as error:
             found.append(str(error))
         except FileError as error:
@@ -548,66 +551,34 @@ class Disk:
         except OSError as error:
             found.append(f"{path}: {error}")
             return
-        self._compare(name, found, repair)
-
-    def _compare(self, name: EntryName, found: list[str], repair: bool) -> None:
-        """Compare a row with its file, which is right. A wrong row could cause intact entries to
-        be removed."""
-        true, row = self._files.as_found(name), self._index.look(lambda b: index.row(b, name), None)
+        true, row = self._files.as_found(name), self._row(name)
         if true is None:
             return
         if row is None:
-            why = "not in the index"
+            rows.append(f"{path}: not in the index")
         elif row.nbytes != true.nbytes:
-            why = f"{true.nbytes} bytes, the index says {row.nbytes}"
+            rows.append(f"{path}: {true.nbytes} bytes, the index says {row.nbytes}")
         elif (row.depends_on, sorted(row.media)) != (true.depends_on, sorted(true.media)):
-            why = "the index says something else of what it belongs to"
-        else:
-            return
-        found.append(f"{self._files.path(layout.place(*name))}: {why}")
-        if repair:
-            self._index.change(lambda base: index.drop(base, [name]))
-            self._index.change(lambda base: index.put(base, [true]))
+            rows.append(f"{path}: the index says something else of what it belongs to")
 
-    def _check_rows(self, tenant: str | None, found: list[str], repair: bool) -> None:
-        """Find rows whose file is missing, and stays missing: another process may have entered it
-        just now."""
+    def _check_rows(self, tenant: str | None, rows: list[str]) -> None:
+        """Find rows without a file. A row is committed before its file is put in place, so another
+        process has a while to do that."""
         entries = self._index.entries(Scope.tenant(tenant))
         missing = [entry.name for entry in entries if self._is_missing(entry.name)]
-        until = time.monotonic() + _UNDER_WAY
-        while missing and time.monotonic() < until:
-            time.sleep(0.05)
-            missing = [
-                name
-                for name in missing
-                if self._is_missing(name)
-                and self._index.look(lambda b, n=name: index.row(b, n), None)  # type: ignore[misc]
-            ]
+        if missing:
+            time.sleep(_UNDER_WAY)
         for name in missing:
-            place = self._files.path(layout.place(*name))
-            found.append(f"{place}: in the index, but there is no such file")
-        if repair and missing:
-            self._index.change(lambda base: index.drop(base, missing))
-
-    def _check_bases(self, tenant: str | None, found: list[str], repair: bool) -> None:
-        """Find entries without their base; they and their dependents go."""
-        loose = self._index.look(index.without_base, list[Entry]())
-        for entry in loose if tenant is None else [e for e in loose if e.tenant == tenant]:
-            place = self._files.path(layout.place(*entry.name))
-            kind, key = entry.depends_on or ("", "")
-            found.append(f"{place}: depends on {kind}/{key}, which is absent")
-            if repair:
-                self._index.remove(lambda base, n=entry.name: [n])  # type: ignore[misc]
-
-    def _check_pins(self, tenant: str | None, found: list[str], repair: bool) -> None:
-        """Find pins that the index does not know; their files are right."""
+            if self._is_missing(name) and self._row(name) is not None:
+                rows.append(f"{self._spelled(name)}: in the index, but there is no such file")
         for name in list(self._index.pins()):
-            row = self._index.look(lambda b, n=name: index.row(b, n), None)  # type: ignore[misc]
-            if tenant not in (None, name.tenant) or row is None or row.pinned:
-                continue
-            found.append(f"{self._files.path(index.pin_name(name))}: the index knows no such pin")
-            if repair:
-                self._index.change(lambda b, n=name: index.pin(b, n, True))  # type: ignore[misc]
+            row = self._row(name)
+            if tenant in (None, name.tenant) and row is not None and not row.pinned:
+                path = self._files.path(index.pin_name(name))
+                rows.append(f"{path}: the index knows no such pin")
+
+    def _row(self, name: EntryName) -> Entry | None:
+        return self._index.look(lambda base: index.row(base, name), None)
 
 
 def _gone(root: Path) -> OSError:

@@ -132,7 +132,7 @@ class Folder:
 
     def write(self, name: str, parts: Parts) -> int:
         """Write a file completely to the disk, or not at all; return its size in bytes."""
-        part = self.begin(name, parts, None)
+        part = self.begin(name, parts)
         try:
             part.sync()
             part.put_in_place()
@@ -141,9 +141,8 @@ class Folder:
             part.drop()
         return part.size
 
-    def begin(self, name: str, parts: Parts, until: float | None) -> PartFile:
-        """Write a file under a temporary name. `until` becomes its modification time: see
-        `live`."""
+    def begin(self, name: str, parts: Parts) -> PartFile:
+        """Write a file under a temporary name."""
         *folders, last = name.split("/")
         self.make_root()
         temporary = f"{PART}{secrets.token_hex(8)}"
@@ -152,8 +151,6 @@ class Folder:
         try:
             part.size = sum(part.file.write(some) for some in parts)
             part.file.flush()
-            if until is not None:
-                os.utime(inside / temporary, (time.time(), max(0.0, until)))
         except BaseException:
             part.drop()
             raise
@@ -259,9 +256,9 @@ class Folder:
         return ["", *filter(layout.is_tenant, self.names("tenants"))]
 
     def is_there(self, name: EntryName) -> bool:
-        """Whether an entry's file exists and has not expired, as far as one look tells."""
+        """Whether an entry's file exists; it may have expired."""
         status = self.status(layout.place(*name))
-        return status is not None and stat.S_ISREG(status.st_mode) and live(status, time.time())
+        return status is not None and stat.S_ISREG(status.st_mode)
 
     def in_shard(self, shard: str) -> Iterator[Entry]:
         """The entries in a folder, from their files, without reading them in full."""
@@ -380,19 +377,6 @@ def read_record(path: Path, name: EntryName) -> tuple[Content, Record]:
 def read_metadata(path: Path, name: EntryName) -> Record:
     """The metadata in a file; tensors are neither read nor checked."""
     return (read if name.kind in layout.NOTES else read_record)(path, name)[1]
-
-
-def live(status: os.stat_result, now: float) -> bool:
-    """Whether the entry is not expired, judged without reading it.
-
-    A file with an expiry carries it as its modification time. Only such a file can have a
-    modification time after its last status change, which cannot be set. If a copy lost this mark,
-    the file itself gives the expiry when it is read, as on Windows, which knows no such change.
-    """
-    if os.name == "nt" or status.st_mtime <= status.st_ctime + 0.01:
-        return True
-    lifetime = status.st_mtime - status.st_ctime + layout.CLOCK_SLACK
-    return now < status.st_mtime <= now + lifetime
 
 
 def _refuse_pipes(path: Path) -> None:

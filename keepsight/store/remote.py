@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -33,9 +33,8 @@ from keepsight.errors import (
 from keepsight.formats import tensorfile
 from keepsight.kinds import Options, Record
 from keepsight.store import files, layout
-from keepsight.store.contract import About, Below, Content, Entry, EntryName
+from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
 from keepsight.store.health import OK, UNREACHABLE, Health
-from keepsight.store.priority import trim
 from keepsight.store.tenants import Store
 from keepsight.store.writer import (
     REFUSED,
@@ -46,7 +45,6 @@ from keepsight.store.writer import (
     Uses,
     Writer,
 )
-from keepsight.system.exits import begin
 from keepsight.system.lock import Mutex
 
 if TYPE_CHECKING:
@@ -72,9 +70,8 @@ _AT_ONCE = 16  # concurrent requests
 _HEAD = 64 << 10  # bytes within which the record of a file usually ends
 _MOST = 200_000  # names and folders kept in memory
 _SURE, _DOUBTFUL = 600.0, 5.0  # seconds for which "present" and "absent" are believed
-_COUNTED = 30.0  # seconds for which a count is believed
 Kinds = dict[str, dict[str, int]]  # entries and bytes of each kind
-_Count = tuple[Kinds, float | None]  # and when it was counted
+Table = dict[EntryName, tuple[Entry, Record]]  # with the metadata in its file
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -222,7 +219,6 @@ class Seen:
     def __init__(self) -> None:
         self._lock = Mutex()
         self._known: OrderedDict[EntryName, tuple[Record | None, float]] = OrderedDict()
-        self.foreign: dict[EntryName, None] = {}  # intact, of another version: not to be replaced
         self.removals = 0
 
     def find(self, name: EntryName) -> tuple[bool, Record | None]:
@@ -247,21 +243,12 @@ class Seen:
         self.removals += 1
         self.absent(name)
 
-    def is_foreign(self, name: EntryName) -> None:
-        """Record an entry of another version, which is unusable here."""
-        self.foreign[name] = None
-        trim(self.foreign, _MOST)
-        self.absent(name, float("inf"))
-
-    def old(self, name: EntryName) -> Record | None:
-        """Its metadata, however old: a file never changes under its name."""
-        return self._known.get(name, (None, 0.0))[0]
-
     def _put(self, name: EntryName, metadata: Record | None, seconds: float) -> None:
         with self._lock:
             self._known.pop(name, None)
             self._known[name] = (metadata, time.monotonic() + seconds)
-            trim(self._known, _MOST)
+            while len(self._known) > _MOST:
+                self._known.popitem(last=False)
 
 
 class Remote:
@@ -275,8 +262,7 @@ class Remote:
         self._writer = Writer(self.label, waiting, self._write, _nothing_to_do, _nothing_to_close)
         self.drain, self.flush = self._writer.drain, self._writer.flush
         self.close, self.retire = self._writer.close, self._writer.retire
-        self._counts: dict[str, tuple[Future[_Count], float]] = {}  # until when each is believed
-        self._lock = Mutex()
+        self._counted: dict[str, tuple[Kinds, float]] = {}  # by tenant, and when
         self._is_marked = False
         data = self._asked(None, lambda: link.read(layout.MARKER))
         try:
@@ -297,21 +283,21 @@ class Remote:
         """Where a read would find it: "remote", or None."""
         return "remote" if self.has(name) else None
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Content]:
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that are there, intact and not expired."""
         wanted = list(names)
-        found: dict[EntryName, Content] = {}
+        found: dict[EntryName, Found] = {}
         for name, content in zip(wanted, self._link.each(self._read_one, wanted), strict=True):
             self._writer.counts.count(name.tenant, "misses" if content is None else "hits")
             if content is not None:
                 found[name] = content
         return found
 
-    def _read_one(self, name: EntryName) -> Content | None:
+    def _read_one(self, name: EntryName) -> Found | None:
         job = self._writer.waiting(name)
         if job is not None:
             job.ready.wait()
-            return job.content
+            return job.content, job.metadata
         known, found = self._seen.find(name)
         if known and found is None:
             return None
@@ -324,14 +310,13 @@ class Remote:
         except WrongFormatVersion as error:
             # Another version's entry is intact, and somebody may still want it.
             logger.warning("%s; left as it is", error)
-            self._seen.is_foreign(name)
             return None
         except FileError as error:
             # Damage on the way is no reason to remove what others can read.
             if self._asked(name, lambda: self._came_whole(place, data)):
                 self.reject(name, str(error))
             return None
-        return content if self._is_live(name, metadata, since) else None
+        return (content, metadata) if self._is_live(name, metadata, since) else None
 
     def _came_whole(self, place: str, data: bytes) -> bool:
         size, again = self._link.info(place).nbytes, self._link.read(place)
@@ -352,7 +337,7 @@ class Remote:
         try:
             return self._header(name)[1]
         except WrongFormatVersion:
-            self._seen.is_foreign(name)
+            pass  # unusable here, and not to be replaced
         except FileError:
             self._read_one(name)  # damaged, or the connection broke: a full read finds out which
         return None
@@ -365,11 +350,12 @@ class Remote:
             return files.parse(self._link.read(place), name, where)
         data = self._link.read(place, 0, _HEAD)
         size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter answer is the whole object
-        record = tensorfile.parse_record(data, size, where)
+        kind = name.kind, files.FORMAT
+        record = tensorfile.parse_record(data, size, where, *kind)
         if isinstance(record, int):
-            record = tensorfile.parse_record(self._link.read(place, 0, record), size, where)
-        if isinstance(record, int) or record.get("kind") != name.kind:
-            raise DamagedFile(f"{where}: it is not the entry that its name says")
+            record = tensorfile.parse_record(self._link.read(place, 0, record), size, where, *kind)
+        if isinstance(record, int):
+            raise DamagedFile(f"{where}: its record is longer than it says")
         return files.of_its_name(name, ({}, record), where)
 
     def _is_live(self, name: EntryName, metadata: Record, since: int) -> bool:
@@ -398,7 +384,6 @@ class Remote:
     def reject(self, name: EntryName, why: str) -> None:
         """Treat an entry as absent here, and remove it for all if the address allows."""
         logger.warning("damaged entry set aside: %s/%s (%s)", self.label, layout.place(*name), why)
-        self._writer.withdraw(lambda job: job.name == name)
         self._seen.absent(name, float("inf"))
         with contextlib.suppress(Exception):  # it may be read-only
             self._link.remove(layout.place(*name))
@@ -433,8 +418,8 @@ class Remote:
             self._writer.hand_over(Job.of(name, content, about, account), None)
 
     def _write(self, jobs: list[Job]) -> dict[EntryName, str]:
-        """Write entries, several at once, but none before its base, nor before a state of its own
-        key. So an interruption never leaves an entry without the one it depends on."""
+        """Write entries, several at once, but none before its base. So an interruption never leaves
+        an entry without the one it depends on."""
         if not self._is_marked:
             with contextlib.suppress(FileNotFoundError):
                 self._is_marked = bool(self._link.info(layout.MARKER))
@@ -457,9 +442,6 @@ class Remote:
             else:
                 results = zip(layer, self._link.each(attempt, layer), strict=True)
                 became |= {job.name: what for job, what in results}
-        for job in jobs:
-            if became[job.name] == REFUSED:  # its state came before it
-                self._remove_above(job.name)
         if failed:
             self._writer.health.failed(failed[0], UNREACHABLE)
         return became
@@ -467,7 +449,7 @@ class Remote:
     def _write_one(self, job: Job) -> str:
         on = job.about.depends_on
         base = None if on is None else EntryName(*on, job.name.tenant)
-        if base is not None and base.key != job.name.key and not self._is_there(base, ask=True):
+        if base is not None and not self._is_there(base, ask=True):
             return REFUSED
         if self._is_there(job.name):
             return THERE
@@ -479,16 +461,15 @@ class Remote:
             return str(error)
         if mark := layout.dependent_marker(job.name, on):
             self._link.write(mark, [b"{}"])
-        nbytes = self._link.write(layout.place(*job.name), parts)
+        self._link.write(layout.place(*job.name), parts)
         self._seen.there(job.name, job.metadata)
-        self._grew(job.name, nbytes)
         return WRITTEN
 
     def _is_there(self, name: EntryName, ask: bool = False) -> bool:
         """Whether it exists and need not be written. `ask`: others may have removed it."""
         known, found = self._seen.find(name)
         if known and not (ask and found is not None):
-            return found is not None or name in self._seen.foreign
+            return found is not None
         since = self._seen.removals
         try:
             return self._is_live(name, self._header(name)[1], since)
@@ -497,14 +478,6 @@ class Remote:
         except (FileError, *_ABSENT):
             self._seen.removed(name)
             return False
-
-    def _remove_above(self, name: EntryName) -> None:
-        """Remove what depends on an entry of its own key; an earlier batch may have written it."""
-        for kind in layout.KINDS:
-            above = EntryName(kind, name.key, name.tenant)
-            metadata = None if above == name else self._look(above)
-            if metadata is not None and layout.about_of(metadata).depends_on == name[:2]:
-                self._remove_one(above, None)
 
     # -- many entries ----------------------------------------------------------------------------
 
@@ -523,30 +496,22 @@ class Remote:
         """All entries that are not over, nor depend on one that is."""
         for whose in self.tenants() if tenant is None else [tenant]:
             table = self._table(whose)
-            over = [n for n, e in table.items() if e.expires is not None and self._is_over(e)]
-            gone = set(_with_dependents(table, over))
-            yield from (entry for name, entry in table.items() if name not in gone)
+            gone = {up for layer in _depths(table, _over(table)) for up in layer}
+            yield from (entry for name, (entry, _) in table.items() if name not in gone)
 
-    def _is_over(self, entry: Entry) -> bool:
-        return layout.expired(self._seen.old(entry.name))
-
-    def _table(self, tenant: str) -> dict[EntryName, Entry]:
+    def _table(self, tenant: str) -> Table:
         """Every entry with what its header says, including expired and damaged ones."""
         self.drain()
         with self._named_errors("listed"):
             found = list(self._found(tenant))
-            heads = self._link.each(self._known_metadata, [name for name, _ in found])
-            return {n: _entry(n, one, h) for (n, one), h in zip(found, heads, strict=True)}
+            heads = self._link.each(self._head_of, [name for name, _ in found])
+            return {n: (_entry(n, one, h), h) for (n, one), h in zip(found, heads, strict=True)}
 
-    def _known_metadata(self, name: EntryName) -> Record:
-        metadata, since = self._seen.old(name), self._seen.removals
-        if metadata is None:
-            try:
-                metadata = self._header(name)[1]
-            except (FileError, *_ABSENT):
-                return {}  # `check` reports it; here it only counts
-            self._seen.there(name, metadata, since)
-        return metadata
+    def _head_of(self, name: EntryName) -> Record:
+        try:
+            return self._header(name)[1]
+        except (FileError, *_ABSENT):
+            return {}  # `check` reports it; here it only counts
 
     def _found(self, tenant: str) -> Iterator[tuple[EntryName, RemoteObject]]:
         """Name and listing of each entry; no object is read. Names that no store writes are passed
@@ -585,17 +550,16 @@ class Remote:
             return sum(self.remove(whose) for whose in self.tenants())
         table = self._table(tenant)
         if image is not None:
-            doomed = [name for name, entry in table.items() if image in entry.media]
+            doomed = [name for name, (entry, _) in table.items() if image in entry.media]
         else:
             doomed = list(table if names is None else names)
         freed = 0
         with self._named_errors("removed"):
             for layer in reversed(_depths(table, doomed)):
-                gone = self._link.each(lambda n: self._remove_one(n, table[n]), layer)
-                freed += sum(table[n].nbytes for n, was in zip(layer, gone, strict=True) if was)
+                gone = self._link.each(lambda n: self._remove_one(n, table[n][0]), layer)
+                freed += sum(table[n][0].nbytes for n, was in zip(layer, gone, strict=True) if was)
             if names is None and image is None:
                 self._remove_rest(tenant)
-        self._counts.clear()
         return freed
 
     def _remove_one(self, name: EntryName, entry: Entry | None) -> bool:
@@ -614,11 +578,15 @@ class Remote:
         for _ in self._link.each(self._link.remove, parts):
             pass
 
-    def stats(self, tenant: str, whose: str | None, wait_for: float) -> Record:
-        """Entries and bytes from a recent count (`counted` says when), and counts since it was
-        opened. Counting lists the address, in the background; no call waits longer for it."""
-        self._writer.drain(wait_for)
-        kinds, at = self._count(tenant, wait_for)
+    def stats(self, tenant: str, whose: str | None, wait: float) -> Record:
+        """Counts since it was opened; and entries and bytes, counted now for a caller who waits at
+        least a second, because that lists the address (`counted` says when)."""
+        self._writer.drain(wait)
+        if wait >= 1:
+            found = self._asked(None, lambda: list(self._found(tenant)))
+            if found is not None:
+                self._counted = {tenant: (_sizes(found), time.time())}
+        kinds, at = self._counted.get(tenant, (Kinds(), None))
         worst = next((h for h in (self._reads, self._writer.health) if h.state != OK), self._reads)
         return {
             "root": self.label,
@@ -636,30 +604,6 @@ class Remote:
             "broken": worst.why or None,
         }
 
-    def _count(self, tenant: str, seconds: float) -> _Count:
-        known, until = self._counts.get(tenant, (None, 0.0))
-        if known is None or (known.done() and time.monotonic() >= until):
-            known = Future()
-            self._counts[tenant] = known, time.monotonic() + _COUNTED
-            trim(self._counts)
-            if begin(lambda: self._count_now(tenant, known), "keepsight-count") is None:
-                self._count_now(tenant, known)
-        wait([known], seconds)
-        return known.result() if known.done() else ({}, None)
-
-    def _count_now(self, tenant: str, done: Future[_Count]) -> None:
-        kinds: Kinds = {}
-        found = self._asked(None, lambda: list(self._found(tenant)))
-        for name, one in found or []:
-            _add(kinds, name.kind, one.nbytes)
-        done.set_result((kinds, None if found is None else time.time()))
-
-    def _grew(self, name: EntryName, nbytes: int) -> None:
-        known, _ = self._counts.get(name.tenant, (None, 0.0))
-        if known is not None and known.done():
-            with self._lock:
-                _add(known.result()[0], name.kind, nbytes)
-
     def check(self, tenant: str | None, repair: bool) -> list[str]:
         """Read everything; return one line per damaged entry or entry without its base. An address
         that does not answer is a line, too."""
@@ -675,7 +619,7 @@ class Remote:
         table = self._table(tenant)
         read = zip(table, self._link.each(self._wrong, list(table)), strict=True)
         wrong = {name: why for name, why in read if why is not None}
-        for name, entry in table.items():
+        for name, (entry, _) in table.items():
             on = entry.depends_on
             if on is not None and EntryName(*on, tenant) not in table:
                 wrong.setdefault(
@@ -706,10 +650,18 @@ class Remote:
             raise StoreError(f"{self.label}: entries cannot be {what}: {error}") from error
 
 
-def _add(kinds: Kinds, kind: str, nbytes: int) -> None:
-    one = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
-    one["entries"] += 1
-    one["bytes"] += nbytes
+def _sizes(found: Iterable[tuple[EntryName, RemoteObject]]) -> Kinds:
+    kinds: Kinds = {}
+    for name, one in found:
+        sizes = kinds.setdefault(name.kind, {"entries": 0, "bytes": 0})
+        sizes["entries"] += 1
+        sizes["bytes"] += one.nbytes
+    return kinds
+
+
+def _over(table: Table) -> list[EntryName]:
+    """Entries that have expired."""
+    return [name for name, (_, metadata) in table.items() if layout.expired(metadata)]
 
 
 def _nothing_to_do(uses: Uses) -> None:
@@ -723,22 +675,20 @@ def _nothing_to_close() -> None:
 def _layers(jobs: list[Job]) -> list[list[Job]]:
     """Writes that may run side by side; each layer needs the ones before."""
     depth: dict[EntryName, int] = {}
-    of_key: dict[tuple[str, str], int] = {}
     layers: list[list[Job]] = []
     for job in jobs:
-        key, on = (job.name.key, job.name.tenant), job.about.depends_on
-        below = -1 if on is None else depth.get(EntryName(*on, job.name.tenant), -1)
-        level = depth[job.name] = of_key[key] = 1 + max(below, of_key.get(key, -1))
-        while len(layers) <= level:
-            layers.append([])
+        on = job.about.depends_on
+        level = 0 if on is None else 1 + depth.get(EntryName(*on, job.name.tenant), -1)
+        depth[job.name] = level
+        layers += [[] for _ in range(level + 1 - len(layers))]
         layers[level].append(job)
     return layers
 
 
-def _depths(table: dict[EntryName, Entry], names: Iterable[EntryName]) -> list[list[EntryName]]:
+def _depths(table: Table, names: Iterable[EntryName]) -> list[list[EntryName]]:
     """These entries and all their dependents, in layers: each depends on earlier ones."""
     above: dict[EntryName, list[EntryName]] = {}
-    for name, entry in table.items():
+    for name, (entry, _) in table.items():
         if entry.depends_on is not None:
             above.setdefault(EntryName(*entry.depends_on, name.tenant), []).append(name)
     depth: dict[EntryName, int] = {}
@@ -752,13 +702,6 @@ def _depths(table: dict[EntryName, Entry], names: Iterable[EntryName]) -> list[l
         if name in table:
             layers[deep].append(name)
     return layers
-
-
-def _with_dependents(
-    table: dict[EntryName, Entry], names: Iterable[EntryName]
-) -> Iterator[EntryName]:
-    for layer in _depths(table, names):
-        yield from layer
 
 
 def _spelled(name: tuple[str, ...]) -> str:

@@ -5,6 +5,7 @@ Tenants share no entries. A tenant is known to its store by a digest alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -88,7 +89,7 @@ class Store:
         found = self.keeper.read([self._name(kind, key) for key in keys])
         return {
             name.key: (tensors, record)
-            for name, (tensors, record) in found.items()
+            for name, ((tensors, record), _) in found.items()
             if tensors is not None
         }
 
@@ -96,7 +97,7 @@ class Store:
         """A small JSON record, or None if absent, expired or damaged."""
         name = self._name(kind, key)
         found = self.keeper.read([name]).get(name)
-        return None if found is None else found[1]
+        return None if found is None else found[0][1]
 
     def put(
         self, kind: str, key: str, tensors: Tensors, record: Record, about: About = NOTHING
@@ -192,63 +193,53 @@ class Store:
 
 
 class AllTenants:
-    """All tenants of a store, or only one. `views`: the store of each tenant, by digest."""
+    """All tenants of a store, or only one: by name, or by the start of its digest."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """`only`: a tenant's name, or the start of its digest."""
-        self.store, self._is_whole = store, only is None
-        digests = store.tenants()
-        if only is not None:
-            digests = [_meant(only, digests)]
-        self.views = {digest: store.of_digest(digest) for digest in digests}
+        self._store, self._keeper, self._digests = store, store.keeper, store.tenants()
+        self._tenant = None if only is None else _meant(only, self._digests)
+        if self._tenant is not None:
+            self._digests = [self._tenant]
 
     def view(self, entry: Entry) -> Store:
         """The store as the tenant of an entry sees it."""
-        return self.views[entry.tenant]
+        return self._store.of_digest(entry.tenant)
 
     def entries(self) -> Iterator[Entry]:
         """All entries."""
-        for view in self.views.values():
-            yield from view.entries()
+        return self._keeper.entries(self._tenant)
 
     def stats(self) -> Record:
         """Statistics as of a store, added up; entries and bytes of each tenant under `tenants`."""
-        whole = self.store.stats()
-        each = {digest: view.stats() for digest, view in self.views.items()}
-        kinds: dict[str, dict[str, int]] = {}
-        ever: dict[str, int] = {}
-        for stats in each.values():
+        each = {digest: self._store.of_digest(digest).stats() for digest in self._digests}
+        kinds: dict[str, Counter[str]] = {}
+        tenants: dict[str, Record] = {}
+        sums, ever = Counter[str](entries=0, bytes=0), Counter[str]()
+        for digest, stats in each.items():
+            size = {"entries": stats["entries"], "bytes": stats["bytes"]}
+            sums.update(size)
+            ever.update(stats["ever"])
             for kind, counted in stats["kinds"].items():
-                _add(kinds.setdefault(kind, {}), counted)
-            _add(ever, stats["ever"])
-        sizes = {name: {"entries": s["entries"], "bytes": s["bytes"]} for name, s in each.items()}
-        tenants = {digest: size for digest, size in sizes.items() if size["entries"]}
-        sums: dict[str, int] = {"entries": 0, "bytes": 0}
-        for size in sizes.values():
-            _add(sums, size)
-        return whole | sums | {"kinds": kinds, "ever": ever, "tenants": tenants}
+                kinds.setdefault(kind, Counter()).update(counted)
+            if stats["entries"]:
+                tenants[digest] = size
+        return {**self._store.stats(), **sums, "kinds": kinds, "ever": ever, "tenants": tenants}
 
     def gc(self, budget: int) -> int:
         """Remove the least recently used entries until the rest fits; return the bytes freed."""
-        if self._is_whole:
-            return self.store.gc(budget, everybody=True)
-        return sum(view.gc(budget) for view in self.views.values())
+        return self._keeper.gc(self._tenant, budget)
 
     def delete_media(self, image_key: str) -> int:
         """Remove everything that depends on this image; return the bytes freed."""
-        return sum(view.delete_media(image_key) for view in self.views.values())
+        return sum(self._keeper.remove(digest, image=image_key) for digest in self._digests)
 
     def clear(self) -> int:
         """Remove all entries; return the bytes freed."""
-        if self._is_whole:
-            return self.store.clear(everybody=True)
-        return sum(view.clear() for view in self.views.values())
+        return self._keeper.remove(self._tenant)
 
     def check(self, repair: bool = False) -> list[str]:
         """Read everything in full; return one line per problem."""
-        if self._is_whole:
-            return self.store.check(repair)
-        return [line for view in self.views.values() for line in view.check(repair)]
+        return self._keeper.check(self._tenant, repair)
 
 
 def _meant(name: str, digests: list[str]) -> str:
@@ -260,8 +251,3 @@ def _meant(name: str, digests: list[str]) -> str:
     if len(found) > 1:
         raise InputError(f"--tenant {name}: the digests of {len(found)} tenants begin with it")
     return found[0]
-
-
-def _add(sums: dict[str, int], more: dict[str, int]) -> None:
-    for name, number in more.items():
-        sums[name] = sums.get(name, 0) + number

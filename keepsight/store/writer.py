@@ -1,8 +1,8 @@
 """The one writing thread of a store: entries are written in order, and no answer waits for it.
 
 Waiting entries are readable and bounded in bytes; what does not fit is refused and counted. A store
-that raises is left alone for a while (`health`), and `flush` says what was lost. Behind each batch,
-and when entries were read, the thread looks after the store.
+that raises is left alone for a while (`health`), and `flush` says what was lost. Every few batches,
+and when nothing more waits, the thread looks after the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from keepsight.kinds import Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Content, Entry, EntryName, Name
 from keepsight.store.health import Health, reason
-from keepsight.store.priority import trim
 from keepsight.system import forks
 from keepsight.system.devices import COMPLETE, Fence, to_host
 from keepsight.system.exits import STORES, begin, finish_before_exit
@@ -32,9 +31,11 @@ COUNTED = ("hits", "misses", "evictions", "written", "refused")
 WRITTEN, THERE, REFUSED = "written", "there", "refused"
 _OVERHEAD = 4096  # memory of a write besides its tensors
 _BATCH, _BATCH_BYTES = 64, 64 << 20
+_BATCHES = 8  # after which the thread looks after the store
 _REST = 1.0  # seconds over which uses are collected
 _SLEEP = 60.0  # the longest time between two looks at the store
 _GATHERED = 100_000  # uses that wait for a store that refuses
+_TENANTS = 10_000  # whose counts are in memory
 _NAMED = 1000  # lost entries that are named; of others only the number is known
 
 
@@ -100,7 +101,8 @@ class Counts:
             self._all[what] += more
             self._of.setdefault(tenant, Counter())[what] += more
             self._of.move_to_end(tenant)
-            trim(self._of)
+            while len(self._of) > _TENANTS:
+                self._of.popitem(last=False)
             if len(self._fresh) < _GATHERED:
                 self._fresh[f"{what} {tenant}"] += more
 
@@ -123,6 +125,11 @@ class Uses:
 
     read: Counter[EntryName] = field(default_factory=Counter)
     over: set[EntryName] = field(default_factory=set)  # expired, or set aside
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to record."""
+        return bool(self.read or self.over)
 
 
 class Writer:
@@ -184,16 +191,6 @@ class Writer:
         job = self.jobs.get(name)
         return None if job is None or layout.expired(job.metadata) else job
 
-    def withdraw(self, is_gone: Callable[[Job], bool]) -> None:
-        """Forget writes that wait."""
-        with self._changed:
-            for job in list(self._order):
-                if is_gone(job):
-                    self._order.remove(job)
-                    self._forget(job)
-                    self._done += 1
-            self._changed.notify_all()
-
     def used(self, name: EntryName, is_over: bool = False) -> None:
         """Record that an entry was read, or that it is unusable."""
         with self._changed:
@@ -222,7 +219,7 @@ class Writer:
         """Return when everything handed over before is written or lost, or at the deadline."""
         end = time.monotonic() + seconds
         while self._thread is None and self._order:  # at exit no threads are started
-            self._round()
+            self._write_some()
         with self._changed:
             goal = self._handed
             timeout = None if seconds == float("inf") else max(0.0, end - time.monotonic())
@@ -288,36 +285,46 @@ class Writer:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause: float | None = _REST
+        pause, batches = _REST, 0
         while True:
             with self._changed:
-                if not self._order and not self._is_ending:
-                    self._changed.wait(min(_SLEEP, _SLEEP if pause is None else pause))
-                if not self._order and (self.uses.read or self.uses.over):
-                    self._changed.wait_for(lambda: self._order or self._is_ending, _REST)
+                self._wait(pause, is_due=batches > 0)
                 is_last = self._is_ending  # what was counted before it was told to end is kept
-            pause = self._round()
+                waits = bool(self._order)
+            if waits:
+                self._write_some()
+                batches += 1
+            if is_last or not waits or batches >= _BATCHES:
+                pause, batches = self._look_after(), 0
             with self._changed:
                 if is_last and not self._order:
                     self._let_go()
                     self._thread, self._is_ending = None, False
                     return
 
-    def _round(self) -> float | None:
-        """Write one batch, keep nothing of it, and look after the store."""
+    def _wait(self, seconds: float, is_due: bool) -> None:
+        """Wait for work; with something to record, only a moment for more of it."""
+
+        def is_called() -> bool:
+            return bool(self._order) or self._is_ending
+
+        if not is_due:
+            self._changed.wait_for(lambda: is_called() or self.uses.any, seconds)
+        if is_due or self.uses.any:
+            self._changed.wait_for(is_called, _REST)
+
+    def _write_some(self) -> None:
+        """Write one batch, and keep nothing of it."""
         batch: list[Job] = []
         with self._changed:
             room = _BATCH_BYTES
             while self._order and len(batch) < _BATCH and room > 0:
                 batch.append(self._order.popleft())
                 room -= batch[-1].nbytes
-        if batch:
-            self._write_batch(batch)
-        pause = self._look_after()
+        self._write_batch(batch)
         with self._changed:
             self._done += len(batch)
             self._changed.notify_all()
-        return pause
 
     def _write_batch(self, batch: list[Job]) -> None:
         became: dict[EntryName, str] = {}
@@ -352,7 +359,8 @@ class Writer:
         del self.jobs[job.name]
         self.nbytes -= job.nbytes
 
-    def _look_after(self) -> float | None:
+    def _look_after(self) -> float:
+        """Look after the store; in how many seconds to do so again."""
         if self.health.is_aside:
             return _SLEEP
         with self._changed:
@@ -363,7 +371,7 @@ class Writer:
             self.health.failed(error)
             return _SLEEP
         self.uses.over -= uses.over
-        return pause
+        return _SLEEP if pause is None else min(_SLEEP, pause)
 
 
 def larger_than(nbytes: int, budget: int | None, quota: int | None) -> str | None:

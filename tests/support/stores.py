@@ -57,9 +57,8 @@ class StoreTests:
         for number in range(3):
             base = ("snapshot", KEYS[number - 1]) if number else None
             media = (IMAGES[0],) if number == 1 else ()
-            if number == 2:  # a state comes before its snapshot: one that is there has all it needs
-                store.put("state", KEYS[2], *self.entry(2), About(depends_on=("snapshot", KEYS[2])))
             store.put("snapshot", KEYS[number], *self.entry(number), About(1.0, base, media))
+        store.put("state", KEYS[2], *self.entry(2), About(depends_on=("snapshot", KEYS[2])))
         store.flush()
         return store
 

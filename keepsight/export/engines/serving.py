@@ -60,9 +60,7 @@ class Serving:
 
     def __init__(self, store: Store, binding: Binding) -> None:
         self._store, self._binding = store, binding
-        self._held: MemoryCache[Package] = MemoryCache(
-            HELD, lambda package: package.nbytes, by_usefulness=False
-        )
+        self._held: MemoryCache[Package] = MemoryCache(HELD, lambda package: package.nbytes)
         self._logged: set[str] = set()
         self.counts = {"given": 0, "absent": 0, "refused": 0}
 

@@ -87,7 +87,7 @@ class TowerTensors:
 
     def __init__(self, core: torch.nn.Module, budget: int = BUDGET) -> None:
         self.prepared: MemoryCache[_Prepared] = MemoryCache(
-            budget, lambda prepared: prepared.nbytes, by_usefulness=False
+            budget, lambda prepared: prepared.nbytes
         )
         self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
         self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}
