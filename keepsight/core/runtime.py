@@ -28,10 +28,9 @@ from keepsight.core.trials.any_cut import AnyCut
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.features import Vision
+from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
-from keepsight.media.visions import feature_stats
 from keepsight.models.compiled import Compiled
 from keepsight.models.environment import about, backend_version, environment_of
 from keepsight.models.families import Family
@@ -356,8 +355,9 @@ class Runtime:
         """Bytes and counts per tier, of all tenants or of one. Callable from any thread without the
         lock: it reads counters in memory and waits for no disk."""
         of = list(self.visions) if tenant is None else [tenant]
-        known = filter(None, map(self.visions.get, of))  # do not create an unknown tenant
-        stats = {"features": {**self.caches.stats(tenant), **feature_stats(known)}}
+        known = [self.visions[name].counts for name in of if name in self.visions]
+        counts = {name: sum(one[name] for one in known) for name in COUNTS}
+        stats: Record = {"features": {**self.caches.stats(tenant), **counts}}
         if tenant is not None:
             stats["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
             return {**stats, "store": _stats_of(self.store_of(tenant))}
