@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,11 @@ def _layers(core: torch.nn.Module) -> list[torch.nn.Module]:
 def by_rows(family: Family) -> Iterator[None]:
     """Encode a huge picture here: this thread runs the layers of the tower by rows."""
     modules: dict[torch.nn.Module, type[ByRows]] = dict.fromkeys(_layers(family.core), LayerByRows)
-    modules |= {m: TableByRows for m in family.core.modules() if type(m) is torch.nn.Embedding}
+    for module in family.core.modules():
+        if type(module) is torch.nn.Embedding:
+            modules[module] = TableByRows
+        elif type(module).__name__.endswith("PatchMerger"):
+            modules[module] = MergerByRows
     with _one_at_a_time:  # two would need the memory of both
         before = {module: vars(module).get("forward") for module in modules}
         try:
@@ -197,6 +201,15 @@ class _Keys(TorchFunctionMode):
         raise _Kept
 
 
+class MergerByRows(ByRows):
+    """What makes one row of some neighbours."""
+
+    def run(self, *args: Any, **options: Any) -> object:
+        if len(args) > 1 or options:  # HunYuan's merges by the shape of the picture
+            return self.__wrapped__(*args, **options)
+        return torch.cat([self.__wrapped__(some) for some in args[0].split(ROWS)])
+
+
 class TableByRows(ByRows):
     """A table of positions. To fit it to a picture, a tower weighs several of its rows for each
     patch and adds them up."""
@@ -219,4 +232,9 @@ class _LookedUp:
     def sum(self, axis: int) -> torch.Tensor:
         """Some of them at a time."""
         parts = zip(self._ids.split(ROWS), self._weights.split(ROWS), strict=True)
-        return torch.cat([(self._table(ids) * weights).sum(axis) for ids, weights in parts])
+        added = ((self._table(ids) * weights).sum(axis) for ids, weights in parts)
+        first = next(added)
+        found: torch.Tensor = first.new_empty(len(self._ids), first.shape[1])
+        for rows, part in zip(found.split(ROWS), chain([first], added), strict=True):
+            rows.copy_(part)
+        return found
