@@ -35,7 +35,11 @@ from keepsight.models.compiled import Compiled
 from keepsight.models.environment import about, backend_version, environment_of
 from keepsight.models.families import Family
 from keepsight.models.fingerprint.processors import ProcessorCode
-from keepsight.models.quantised import Quantised, named_weights, refuse_experts_without_kernel
+from keepsight.models.quantised import (
+    named_weights,
+    refuse_experts_without_kernel,
+    refuse_shared_scales,
+)
 from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.prompt import Prompt, Rule
@@ -109,8 +113,7 @@ class Runtime:
         self.finding = self._any_cut.before
         self._compiled = Compiled(model, not family.packages_only)
         self._compiled.gather()
-        self._quantised = Quantised(model)
-        self._quantised.check()
+        refuse_shared_scales(model)
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._made_of: tuple[tuple[object, ...], str] = ((), "")  # state last seen, its digest
         # By namespace, to explain why a path is missing.
@@ -254,7 +257,7 @@ class Runtime:
             changed = weights.refresh(remembered)
         if changed:
             self._compiled.gather()
-            self._quantised.check()
+            refuse_shared_scales(self.model)
             if self.engine.look_again():
                 self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
         if weights.state != self._read_at:
