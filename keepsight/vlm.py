@@ -50,7 +50,6 @@ from keepsight.kinds import (
     Wrapping,
 )
 from keepsight.media.medium import Picture, Pictures
-from keepsight.media.visions import encode_all
 from keepsight.models import loading, without_tower
 from keepsight.models.blindfold import blindfold
 from keepsight.models.families import family_of
@@ -373,25 +372,34 @@ class VLM:
     # A text is a path, although it is also a sequence of texts: the first match counts.
     @overload
     def encode(  # type: ignore[overload-overlap]
-        self, image: Picture | Message, *, tenant: str | None = None
+        self, image: Picture | Message, *, batch: int = 1, tenant: str | None = None
     ) -> Package: ...
 
     @overload
     def encode(
-        self, image: Sequence[Picture | Message], *, tenant: str | None = None
+        self, image: Sequence[Picture | Message], *, batch: int = 1, tenant: str | None = None
     ) -> list[Package]: ...
 
     def encode(
-        self, image: Picture | Message | Sequence[Picture | Message], *, tenant: str | None = None
+        self,
+        image: Picture | Message | Sequence[Picture | Message],
+        *,
+        batch: int = 1,
+        tenant: str | None = None,
     ) -> Package | list[Package]:
-        """The package of an image, or of each of several; unknown ones are encoded."""
+        """The package of an image, or of each of several; unknown ones are encoded.
+
+        `batch` pictures go through the tower in one pass. That is faster where it has many cores or
+        an accelerator, and may round otherwise, so such features have another name: a chat takes
+        them only with `accept_features="any"`, or handed in.
+        """
         self.runtime.require_open()
         whose = self._whose(tenant)
         with self.runtime.lock:
             self.runtime.refresh(tenant=whose)
-            vision = self.runtime.vision_of(whose)
+            vision = self.runtime.vision_of(whose).batched(batch)
             if isinstance(image, list | tuple):
-                return encode_all(vision, image)
+                return vision.encode_all(image)
             return vision.encode(image)
 
     def render(self, messages: list[Message], generate: bool = True, **template: object) -> Prompt:

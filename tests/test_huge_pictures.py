@@ -1,44 +1,37 @@
-"""One huge picture goes through the tower in pieces: the same bits, and fewer rows at a time."""
+"""One huge picture goes through the tower some rows at a time: the features of stock to rounding,
+in less memory, and their provenance says so."""
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from models import build, picture
+from models import ALL, build, picture
 
 import keepsight as ks
-from keepsight.models import piecewise, tower_pieces
-from keepsight.models.families import Family, Pixels
-from keepsight.models.lazy_rows import LazyRows
-from keepsight.models.piecewise import RowCall, ranges
-from keepsight.models.tower_pieces import PieceForward, tower_in_pieces
+from keepsight.models import huge
+from keepsight.models.families import Family, Pixels, family_of
 
-PACKED = ("qwen3_vl", "qwen2_5_vl", "glm4v")
-HIGH, WIDE = 52, 62  # patches; 3,224 of them
+ROWS = 64
+SIDES = (400, 320)
 DTYPES = (torch.float32, torch.bfloat16)
+# Every listed type whose towers pack patches on a grid.
+PACKED = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"),
+    *("glm4v_moe", "glm46v", "glm_ocr", "glmga", "ernie4_5_vl_moe", "paddleocr_vl", "kimi_k25"),
+    *("video_llama_3", "video_llama_3_merged", "exaone4_5", "lfm3_vl", "cohere_compass"),
+    *("cosmos3_edge", "cosmos3_omni", "hunyuan_vl", "muse_glimmer", "hyperclovax_vision_v2"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+)
 
 
 @pytest.fixture(autouse=True)
-def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_pieces, "BOUND", 3000)
-    monkeypatch.setattr(tower_pieces, "LARGE", 1 << 14)
-
-
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
-    """What trials found."""
-    results: list[bool | None] = []
-    tried = tower_pieces._try
-    monkeypatch.setattr(
-        tower_pieces, "_try", lambda *given: results.append(tried(*given)) or results[-1]
-    )
-    return results
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge, "ROWS", ROWS)
+    monkeypatch.setattr(huge, "PATCHES", 150)
 
 
 @pytest.fixture
@@ -56,181 +49,132 @@ def most(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     handle.remove()
 
 
-def packed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Family, Pixels]:
-    model, _ = build(kind, dtype)
-    vision = model.config.vision_config
-    width = 3 * getattr(vision, "temporal_patch_size", 2) * vision.patch_size**2
-    noise = torch.randn(HIGH * WIDE, width, generator=torch.Generator().manual_seed(1))
-    grid = torch.tensor([[1, HIGH, WIDE]])
-    with ks.wrap(model, None) as vlm:
-        family = vlm.runtime.family
-    return family, Pixels({"pixel_values": noise.to(dtype), "image_grid_thw": grid}, {}, ())
-
-
-@torch.no_grad()
-def both(family: Family, pixels: Pixels) -> tuple[dict[str, Any], dict[str, Any]]:
-    whole = family.encode(pixels)[0]
-    with tower_in_pieces(family, pixels):
-        return whole, family.encode(pixels)[0]
-
-
-def assert_same(whole: dict[str, Any], pieces: dict[str, Any]) -> None:
-    assert whole.keys() == pieces.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, pieces[name]), name
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", PACKED)
-def test_the_bits_of_one_pass(kind: str, dtype: torch.dtype) -> None:
-    assert_same(*both(*packed(kind, dtype)))
-
-
-def test_the_bits_of_one_pass_in_several_threads() -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert_same(*both(*packed("qwen3_vl")))
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("kind", PACKED)
-def test_no_layer_sees_the_whole_picture(kind: str, most: dict[str, int]) -> None:
-    family, pixels = packed(kind)
-    with torch.no_grad():
-        family.encode(pixels)
-        whole = dict(most)
-        most.clear()
-        with tower_in_pieces(family, pixels):
-            family.encode(pixels)
-    inside = {name for name in most if name.endswith(("VisionMLP", "VisionMlp", "Attention"))}
-    assert inside and all(whole[name] == HIGH * WIDE for name in inside)
-    # A trial on noise sees the most: two pieces and a half, or the next end of a window.
-    assert all(most[name] < 2.6 * piecewise.LEAST for name in inside), most
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["internvl", "idefics3", "llava_next"])
-def test_tiles_go_some_at_a_time(
-    kind: str,
-    dtype: torch.dtype,
-    most: dict[str, int],
-    found: list[bool | None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tower_pieces, "BOUND", 30)
-    monkeypatch.setattr(tower_pieces, "LARGE", 1)
-    monkeypatch.setattr(piecewise, "PIECE", 8)
-    monkeypatch.setattr(piecewise, "LEAST", 8)
+def both(kind: str, dtype: torch.dtype) -> tuple[ks.Package, ks.Package]:
+    """Features in one pass, and by rows."""
     model, processor = build(kind, dtype)
-    with ks.wrap(model, processor) as vlm, torch.no_grad():
-        family, looked = vlm.runtime.family, []
-        encode = family.encode
-        monkeypatch.setattr(family, "encode", lambda p: looked.append(p) or encode(p))
-        pieces = vlm.encode(picture(3, width=200, height=120)).tensors
-        assert_same(encode(looked[0])[0], pieces)
-    assert any(one is not None for one in found)
+    shown = picture(3, *SIDES)
+    with ks.wrap(model, processor) as vlm:
+        by_rows = vlm.encode(shown)
+    with pytest.MonkeyPatch.context() as patch, ks.wrap(model, processor) as vlm:
+        patch.setattr(huge, "PATCHES", 1 << 20)
+        return vlm.encode(shown), by_rows
 
 
-def test_attention_that_goes_another_way_runs_as_ever(found: list[bool | None]) -> None:
-    model = copy.deepcopy(build("qwen3_vl")[0])
-    model.set_attn_implementation({"vision_config": "eager"})
-    _, pixels = packed("qwen3_vl")
-    assert_same(*both(Family(model), pixels))
-    assert None in found and False in found and True not in found
+def assert_close(whole: ks.Package, pieces: ks.Package, tolerance: float) -> None:
+    assert whole.tensors.keys() == pieces.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        off = (tensor - pieces.tensors[name]).abs().max() / tensor.abs().max()
+        assert off < tolerance, (name, off)
 
 
-class Mixing(torch.nn.Module):
-    """Rows that look at each other, or not: a setting that no fingerprint of a call can know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.how = [False]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(0) if self.how[0] else x * 2
-
-
-def test_a_model_that_changes_between_two_pictures_is_tried_again() -> None:
-    model = copy.deepcopy(build("qwen3_vl")[0])
-    _, pixels = packed("qwen3_vl")
-    mixing = Mixing()
-    for block in model.model.visual.blocks:
-        block.mlp.act_fn = mixing
-    before = both(Family(model), pixels)
-    assert_same(*before)
-    mixing.how[0] = True
-    after = both(Family(model), pixels)
-    assert_same(*after)
-    assert not torch.equal(before[0]["features"], after[0]["features"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", PACKED)
+def test_the_features_of_one_pass(kind: str, dtype: torch.dtype) -> None:
+    whole, by_rows = both(kind, dtype)
+    assert_close(whole, by_rows, 1e-4 if dtype == torch.float32 else 0.05)
+    if max(whole.grid["image_grid_thw"][0]) > 8:  # VideoLLaMA 3 without merging sees it small
+        assert by_rows.provenance == {**whole.provenance, "rows": ROWS}
+        assert by_rows.feature_id != whole.feature_id and by_rows.identity == whole.identity
 
 
-def test_what_a_trial_was_too_small_to_show_is_run_as_ever(monkeypatch: Any) -> None:
-    """Keys are gathered from layers whose rows do not look at each other: that does not go."""
-    monkeypatch.setattr(tower_pieces, "_row_relation", lambda *given: True)
-    assert_same(*both(*packed("qwen3_vl")))
+def test_every_listed_tower_of_patches_on_a_grid_is_tried_here() -> None:
+    assert {kind for kind in ALL if huge.can_go_by_rows(family_of(build(kind)[0]))} - {
+        *PACKED,
+        *("sliding", "minicpmv4_6", "minicpmv4_6_fine", "minicpmv4_7", "minicpm_ocr"),  # no grid
+    } == set()
 
 
-def test_a_hook_inside_sees_whole_calls() -> None:
-    family, pixels = packed("qwen3_vl")
-    block = family.core.visual.blocks[0]
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "glm4v"])
+def test_no_layer_sees_the_whole_picture(kind: str, most: dict[str, int]) -> None:
+    whole, _ = both(kind, torch.float32)
+    (_, high, wide) = whole.grid["image_grid_thw"][0]
+    inside = {name for name in most if name.endswith(("VisionMLP", "VisionMlp", "Attention"))}
+    inside -= {name for name in inside if "Text" in name}
+    assert inside and all(most[name] == high * wide for name in inside)
+    most.clear()
+    model, processor = build(kind)
+    with ks.wrap(model, processor) as vlm:
+        vlm.encode(picture(3, *SIDES))
+    assert all(ROWS <= most[name] < 2 * ROWS for name in inside), most
+
+
+def test_what_attends_or_runs_in_another_way_runs_whole(most: dict[str, int]) -> None:
+    model, processor = build("qwen3_vl")
+    block = model.model.visual.blocks[0]
+
+    def provenance() -> dict[str, Any]:
+        with ks.wrap(model, processor) as vlm:
+            return vlm.encode(picture(3, *SIDES)).provenance
+
+    assert "rows" in provenance()
     seen: list[int] = []
-    hook = block.mlp.register_forward_hook(lambda m, args, out: seen.append(len(out)))
+    hook = block.mlp.register_forward_hook(lambda module, args, out: seen.append(len(out)))
     try:
-        assert_same(*both(family, pixels))
+        assert "rows" not in provenance() and seen == [224]
     finally:
         hook.remove()
-    assert seen == [HIGH * WIDE] * 2
+    model.set_attn_implementation({"vision_config": "eager"})
+    try:
+        assert "rows" not in provenance()
+    finally:
+        model.set_attn_implementation({"vision_config": "sdpa"})
 
 
-def test_nothing_is_left_behind_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    family, pixels = packed("qwen3_vl")
+def packed() -> tuple[Family, Pixels]:
+    model, _ = build("qwen3_vl")
+    width = 3 * 2 * model.config.vision_config.patch_size**2
+    noise = torch.randn(12 * 20, width, generator=torch.Generator().manual_seed(1))
+    return family_of(model), Pixels(
+        {"pixel_values": noise, "image_grid_thw": torch.tensor([[1, 12, 20]])}, {}, ()
+    )
+
+
+def test_nothing_is_left_behind_also_after_an_error() -> None:
+    family, _ = packed()
 
     def left() -> list[str]:
         return [name for name, part in family.model.named_modules() if "forward" in vars(part)]
 
-    with tower_in_pieces(family, pixels), tower_in_pieces(family, pixels):
+    with huge.by_rows(family):
         assert left()
     assert not left()
-    with pytest.raises(ZeroDivisionError), tower_in_pieces(family, pixels):
+    with pytest.raises(ZeroDivisionError), huge.by_rows(family):
         raise ZeroDivisionError
-    assert not left() and tower_pieces._found_here() is None
+    assert not left()
     block = family.core.visual.blocks[0]
     own = block.forward
     block.forward = own  # as tools that move weights do
     try:
-        with tower_in_pieces(family, pixels):
-            assert isinstance(block.forward, PieceForward)
-            assert copy.deepcopy(block).forward.module is not block
+        with huge.by_rows(family):
+            assert isinstance(block.forward, huge.ByRows)
         assert vars(block)["forward"] is own
     finally:
         del block.forward
 
 
 def test_other_threads_run_the_module_as_it_is(most: dict[str, int]) -> None:
-    family, pixels = packed("qwen3_vl")
-    out: list[dict[str, Any]] = []
+    family, pixels = packed()
+    out: list[torch.Tensor] = []
 
     def stock() -> None:
         with torch.no_grad():
-            out.append(family.encode(pixels)[0])
+            out.append(family.encode(pixels)[0]["features"])
 
-    with tower_in_pieces(family, pixels):
+    with huge.by_rows(family):
         thread = threading.Thread(target=stock)
         thread.start()
         thread.join()
-    assert most["Qwen3VLVisionMLP"] == HIGH * WIDE
-    assert_same(both(family, pixels)[0], out[0])
+    assert most["Qwen3VLVisionMLP"] == 240
+    with torch.no_grad():
+        assert torch.equal(family.encode(pixels)[0]["features"], out[0])
 
 
 def test_it_is_no_part_of_what_the_model_is() -> None:
     model, processor = build("qwen3_vl")
-    _, pixels = packed("qwen3_vl")
     with ks.wrap(model, processor) as vlm:
         vlm.encode(picture(1))
         named = vlm.runtime.refresh()
-        with tower_in_pieces(vlm.runtime.family, pixels):
+        with huge.by_rows(vlm.runtime.family):
             assert vlm.runtime.refresh() == named
             with ks.wrap(model, processor) as second:
                 assert second.encode(picture(1)).weights == vlm.encode(picture(1)).weights
@@ -241,75 +185,41 @@ def test_it_is_no_part_of_what_the_model_is() -> None:
 def test_a_picture_larger_than_its_budget(budget: int) -> None:
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor) as free:
-        wanted = free.encode(picture(3, width=200, height=120))
+        wanted = free.encode(picture(3, *SIDES))
     with ks.wrap(model, processor, vision_budget=budget) as vlm:
         for _ in range(2):
-            assert_same(wanted.tensors, vlm.encode(picture(3, width=200, height=120)).tensors)
-        reply = vlm.ask(picture(3, width=200, height=120), "What is it?", max_new_tokens=2)
+            found = vlm.encode(picture(3, *SIDES))
+            assert torch.equal(wanted.tensors["features"], found.tensors["features"])
+        reply = vlm.ask(picture(3, *SIDES), "What is it?", max_new_tokens=2)
         assert reply.usage.images == 1
         stats = vlm.runtime.caches.stats(None)
         assert stats["packages"] == 0 and stats["pixel_bytes"] == 0
 
 
-def test_rows_of_an_embedding_wait_for_their_sum() -> None:
-    table, ids = torch.randn(50, 8), torch.randint(0, 50, (4000, 4))
-    weights = torch.rand(4000, 4)
-    made: list[int] = []
-
-    def make(a: int, b: int) -> torch.Tensor:
-        made.append(b - a)
-        return table[ids[a:b]]
-
-    def lazy() -> LazyRows:
-        return LazyRows.of(torch.Size((4000, 4, 8)), torch.float32, make)
-
-    weighed = lazy() * weights[:, :, None]
-    assert isinstance(weighed, LazyRows) and not made
-    assert torch.equal(weighed.sum(1), (table[ids] * weights[:, :, None]).sum(1))
-    assert max(made) < 600
-    for use in (lambda t: t + 1, lambda t: t.sum(2), lambda t: torch.cat([t, t]), lambda t: t[3:9]):
-        assert torch.equal(use(lazy()), use(table[ids]))
+def test_stats_and_reports_say_what_ran_by_rows() -> None:
+    """A small picture, and features that are known, have no note."""
+    model, processor = build("qwen3_vl")
+    with ks.wrap(model, processor) as vlm:
+        assert not vlm.ask(picture(1, 96, 96), "What?", max_new_tokens=1).report.notes
+        assert vlm.stats()["features"]["by_rows"] == 0
+        reply = vlm.ask(picture(3, *SIDES), "What?", max_new_tokens=1)
+        assert reply.report.notes == [f"medium 0: the tower's layers ran {ROWS} rows at a time"]
+        found = vlm.stats()["features"]
+        assert found["by_rows"] == 1 and found["encoded"] == 2
+        again = vlm.ask(picture(3, *SIDES), "And now?", max_new_tokens=1)
+        assert not again.report.notes and vlm.stats()["features"]["by_rows"] == 1
 
 
-def test_ranges_are_never_too_short() -> None:
-    for count in (1, 1024, 2047, 2048, 5000, 65536):
-        parts = list(ranges(count, 1024, 1024))
-        assert parts[0][0] == 0 and parts[-1][1] == count
-        assert all(a[1] == b[0] for a, b in pairwise(parts))
-        assert all(b - a >= min(count, 1024) and a % 256 == 0 for a, b in parts)
+def test_a_huge_picture_is_found_again(tmp_path: Any) -> None:
+    model, processor = build("qwen3_vl")
+    for encoded in (1, 0):
+        with ks.wrap(model, processor, store=tmp_path) as vlm:
+            vlm.ask(picture(3, *SIDES), "What?", max_new_tokens=1)
+            assert vlm.stats()["features"]["encoded"] == encoded
 
 
-def test_calls_whose_rows_cannot_be_told() -> None:
-    assert RowCall.of((), {}) is None
-    assert RowCall.of((torch.arange(5),), {}) is None
-    assert RowCall.of((torch.rand(1, 3, 8, 8),), {}) is None
-    call = RowCall.of((torch.rand(6, 6), torch.tensor([0, 2, 6])), {"mask": torch.rand(6, 6)})
-    assert call is not None and call.bounds == (0, 2, 6)
-    with pytest.raises(piecewise.CannotCut, match="as many columns"):
-        call.part(0, 2)
-
-
-def test_stats_and_reports_say_what_ran_in_pieces() -> None:
-    """Of a picture of many patches; a small one, and features that are known, have no note."""
-    family, pixels = packed("qwen3_vl")
-    grid = torch.tensor([[1, HIGH, WIDE]])
-
-    def answer(vlm: ks.VLM, text: int) -> list[str]:
-        ids = torch.tensor([[3, *[6] * (HIGH * WIDE // 4), 4, text]])
-        tensors = {**pixels.tensors, "image_grid_thw": grid, "input_ids": ids}
-        how: dict[str, Any] = {"max_new_tokens": 1, "return_dict_in_generate": True}
-        notes: list[str] = vlm.generate(**tensors, **how).report.notes
-        return notes
-
-    with ks.wrap(family.model, build("qwen3_vl")[1]) as vlm:
-        assert not vlm.ask(picture(1), "What?", max_new_tokens=1).report.notes
-        before = vlm.stats()["features"]
-        assert before["in_pieces"] == 0 and before["tower_parts"] == {"cut": [], "whole": []}
-        (note,) = answer(vlm, 9)
-        parts = [f"Qwen3VLVision{name}" for name in ("Block", "PatchEmbed", "PatchMerger")]
-        whole = "Qwen3VLVisionRotaryEmbedding ran it whole"
-        assert note == f"medium 0: the tower ran {', '.join(parts)} in pieces; {whole}"
-        after = vlm.stats()["features"]
-        assert after["in_pieces"] == 1 and after["encoded"] == 2
-        assert after["tower_parts"]["cut"] == parts
-        assert not answer(vlm, 10) and vlm.stats()["features"]["in_pieces"] == 1
+def test_a_film_counts_by_what_goes_through_in_one_pass() -> None:
+    film = {"video_grid_thw": [[4, 10, 10]]}
+    assert huge.is_huge(film) and not huge.is_huge(film, by_step=True)
+    assert not huge.is_huge({"image_grid_thw": [[1, 10, 15]]})
+    assert not huge.is_huge({"image_grid_thw": ["ten", [1, 2]], "image_sizes": [[900, 900]]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,23 @@ def test_a_decoder_without_such_layers_is_refused() -> None:
     model, _ = build("qwen3_vl")
     with pytest.raises(UnsupportedInput, match="no linear layers"):
         narrow(model, [])
+
+
+def test_the_wide_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both copies of all weights never lie in memory together."""
+    model = copy.deepcopy(build("qwen3_vl")[0])
+    wide = [
+        weakref.ref(module)
+        for module in model.get_decoder().modules()
+        if type(module) is torch.nn.Linear
+    ]
+    alive: list[int] = []
+    make = NarrowLinear.__init__
+
+    def counted(self: NarrowLinear, layer: torch.nn.Linear) -> None:
+        alive.append(sum(one() is not None for one in wide))
+        make(self, layer)
+
+    monkeypatch.setattr(NarrowLinear, "__init__", counted)
+    narrow(model, [model.get_decoder()])
+    assert len(alive) > 10 and alive == [len(wide) - done for done in range(len(alive))]

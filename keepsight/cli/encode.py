@@ -93,6 +93,9 @@ def encode(
     codec: Annotated[
         str, typer.Option(help="exact, bf16 or int8.", callback=refused_by(check_codec))
     ] = "exact",
+    batch: Annotated[
+        int, typer.Option(min=1, help="Pictures in one pass of the tower; their packages say so.")
+    ] = 1,
     tenant: Tenant = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="This machine's share, such as 2/8.")
@@ -116,7 +119,7 @@ def encode(
     rest = (errors, as_json, verbose)
     which = (sources, to, files, store, model, dtype, device_map, pixels, column, dpi, fps, shard)
     raise typer.Exit(
-        run(EncodeOptions(*which, max_tokens, codec, tenant, threads, ray, workers, *rest))
+        run(EncodeOptions(*which, max_tokens, codec, batch, tenant, threads, ray, workers, *rest))
     )
 
 
@@ -166,6 +169,7 @@ class EncodeOptions:
     shard: str | None = None
     max_tokens: int | None = None
     codec: str = "exact"
+    batch: int = 1
     tenant: str | None = None
     threads: int | None = None
     ray: bool = False
@@ -279,6 +283,7 @@ def _results(
         asked.to if asked.files else None,
         codec=asked.codec,
         most=asked.max_tokens,
+        batch=asked.batch,
     )
     items = room.items(pieces, reading)
     return stack.enter_context(closing(room.run(items, target, shard, asked.threads)))
@@ -294,6 +299,7 @@ def _worker(asked: EncodeOptions) -> Record:
         "device_map": asked.device_map,
         "image_options": sized,
         "codec": asked.codec,
+        "batch": asked.batch,
         "max_tokens": asked.max_tokens,
         "tenant": asked.tenant,
         "vision_budget": _VISION_BUDGET,

@@ -28,15 +28,18 @@ from keepsight.core.trials.any_cut import AnyCut
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.features import Vision
+from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
-from keepsight.media.visions import feature_stats
 from keepsight.models.compiled import Compiled
 from keepsight.models.environment import about, backend_version, environment_of
 from keepsight.models.families import Family
 from keepsight.models.fingerprint.processors import ProcessorCode
-from keepsight.models.quantised import Quantised, named_weights, refuse_experts_without_kernel
+from keepsight.models.quantised import (
+    named_weights,
+    refuse_experts_without_kernel,
+    refuse_shared_scales,
+)
 from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.prompt import Prompt, Rule
@@ -110,8 +113,7 @@ class Runtime:
         self.finding = self._any_cut.before
         self._compiled = Compiled(model, not family.packages_only)
         self._compiled.gather()
-        self._quantised = Quantised(model)
-        self._quantised.check()
+        refuse_shared_scales(model)
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._made_of: tuple[tuple[object, ...], str] = ((), "")  # state last seen, its digest
         # By namespace, to explain why a path is missing.
@@ -264,7 +266,7 @@ class Runtime:
             changed = weights.refresh(remembered)
         if changed:
             self._compiled.gather()
-            self._quantised.check()
+            refuse_shared_scales(self.model)
             if self.engine.look_again():
                 self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
         if weights.state != self._read_at:
@@ -365,8 +367,9 @@ class Runtime:
         """Bytes and counts per tier, of all tenants or of one. Callable from any thread without the
         lock: it reads counters in memory and waits for no disk."""
         of = list(self.visions) if tenant is None else [tenant]
-        known = filter(None, map(self.visions.get, of))  # do not create an unknown tenant
-        stats = {"features": {**self.caches.stats(tenant), **feature_stats(known)}}
+        known = [self.visions[name].counts for name in of if name in self.visions]
+        counts = {name: sum(one[name] for one in known) for name in COUNTS}
+        stats: Record = {"features": {**self.caches.stats(tenant), **counts}}
         if tenant is not None:
             stats["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
             return {**stats, "store": _stats_of(self.store_of(tenant))}

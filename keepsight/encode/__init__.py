@@ -50,18 +50,20 @@ def encode(
     shard: str | None = None,
     max_tokens: int | None = None,
     codec: str = "exact",
+    batch: int = 1,
     tenant: str | None = None,
     threads: int | None = None,
 ) -> Iterator[Encoded]:
     """Encode every image of `sources` into the model's store, or as `.sight` files into a folder.
 
-    Results come in order. An image that cannot be used is a result too.
+    Results come in order. An image that cannot be used is a result too. `batch` pictures go through
+    the tower in one pass; their provenance says so, because that may round otherwise.
     """
     reading = ReadOptions(column, dpi, fps)
     reading.check()
     part = parse_shard(shard)
     found = find(sources, column)
-    target = target_of(vlm, files, tenant=tenant, codec=codec, most=max_tokens)
+    target = target_of(vlm, files, tenant=tenant, codec=codec, most=max_tokens, batch=batch)
     return run(items(found.pieces, reading), target, part, threads)
 
 
@@ -72,11 +74,12 @@ def target_of(
     tenant: str | None = None,
     codec: str = "exact",
     most: int | None = None,
+    batch: int = 1,
 ) -> EncodeTarget:
     """The place for packages: the model's store, or a folder of files."""
     whose = vlm.tenant if tenant is None else tenant_name(tenant)
     if most is not None and most < 1:
         raise InputError(f"max_tokens={most}; expected at least 1")
     if files is not None:
-        return ToFiles(vlm, files, whose, codec, most)
-    return ToStore(vlm, whose, codec, most)
+        return ToFiles(vlm, files, whose, codec, most, batch)
+    return ToStore(vlm, whose, codec, most, batch)

@@ -48,6 +48,7 @@ class Encoder:
         prefix: str = "",
         max_tokens: int | None = None,
         codec: str = "exact",
+        batch: int = 1,
         threads: int | None = None,
         torch_threads: int | None = None,
         tenant: str | None = None,
@@ -58,6 +59,7 @@ class Encoder:
         self._load = {"name": os.fspath(model), "store": os.fspath(store), **options}
         self._column, self._prefix, self._threads = column, prefix, threads
         self._codec, self._most, self._tenant = codec, max_tokens, tenant_name(tenant)
+        self._pictures = batch
         # The thread count of a CPU is part of how features are made: workers that should make equal
         # ones need the number.
         self._torch_threads = torch_threads
@@ -92,7 +94,8 @@ class Encoder:
                 torch.set_num_threads(self._torch_threads)
             options: Options = dict(self._load)
             self._vlm = load(options.pop("name"), **options)
-            self._target = ToStore(self._vlm, self._tenant, self._codec, self._most)
+            how = (self._tenant, self._codec, self._most, self._pictures)
+            self._target = ToStore(self._vlm, *how)
         return self._target
 
     def close(self) -> None:

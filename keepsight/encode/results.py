@@ -35,23 +35,17 @@ class Encoded:
         return {**vars(self), "package": package}
 
 
-class InspectedItem(Protocol):
-    """What a thread found out about an item."""
-
-    @property
-    def looked(self) -> Inspected | None:
-        """What is known of the medium, and its pixels, where they wait for the tower."""
-
-
 class EncodeTarget(Protocol):
     """Where packages go."""
+
+    batch: int  # pictures in a pass of the tower
 
     def look(self, item: Item) -> Any:
         """Do everything that needs no tower, in a thread: open, name, decode and preprocess."""
 
     def settle(self, look: Any, beside: Sequence[Inspected] = ()) -> Encoded:
         """Do the rest, in the order of the items: run the tower and hand over the package. Those
-        `beside` it come next."""
+        `beside` it come next, and may share its pass."""
 
     def flush(self) -> None:
         """Return when everything settled is safe, except what the place refused."""

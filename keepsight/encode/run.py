@@ -8,6 +8,7 @@ preprocess the next items (`Ahead`), in order and with bounded memory.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import sys
@@ -20,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from keepsight.encode.items import Item
-from keepsight.encode.results import Encoded, EncodeTarget, InspectedItem
-from keepsight.media.shared_passes import MOST, is_small
+from keepsight.encode.results import Encoded, EncodeTarget
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -201,7 +201,8 @@ def run(
     )
     waiting: list[Encoded] = []
     written, since = 0, time.monotonic()
-    for group in _groups(ahead.over(mine)):
+    looks = ahead.over(mine)
+    while group := list(itertools.islice(looks, target.batch)):
         for number, look in enumerate(group):
             next_ones = [one.looked for one in group[number + 1 :] if one.looked is not None]
             result = target.settle(look, next_ones)
@@ -213,18 +214,6 @@ def run(
                 written, since = 0, time.monotonic()
     yield from _confirmed(target, waiting)
     target.look_back(back)
-
-
-def _groups(looks: Iterable[InspectedItem]) -> Iterator[list[InspectedItem]]:
-    """Looks that may share a pass of the tower, as far as their sizes go."""
-    group: list[InspectedItem] = []
-    for look in looks:
-        group.append(look)
-        pixels = look.looked.pixels if look.looked is not None else None
-        if pixels is None or not is_small(pixels) or len(group) == MOST:
-            yield group
-            group = []
-    yield group
 
 
 def _confirmed(target: EncodeTarget, results: list[Encoded]) -> list[Encoded]:

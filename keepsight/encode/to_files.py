@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ from keepsight.formats.package import KIND, Package
 from keepsight.kinds import Record
 from keepsight.media.naming import Inspected
 from keepsight.media.sources import Source
-from keepsight.media.visions import expect
 from keepsight.system import private_files
 from keepsight.system.places import expanded
 
@@ -60,20 +59,22 @@ class ToFiles:
         tenant: str = "",
         codec: str = EXACT,
         most: int | None = None,
+        batch: int = 1,
     ) -> None:
         self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
+        self.batch = batch
         self._folder = expanded(folder)
         try:
             private_files.make_folders(self._folder)
         except OSError as error:
             raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
         self._refresh()
-        self._index = _Files(vlm, self._folder, tenant, codec)
+        self._index = _Files(self._folder, codec, lambda package: self._vision.fits(package))
 
     def _refresh(self) -> None:
         with self._vlm.runtime.lock:
             self._vlm.runtime.refresh(tenant=self._tenant)
-            self._vision = self._vlm.runtime.vision_of(self._tenant)
+            self._vision = self._vlm.runtime.vision_of(self._tenant).batched(self.batch)
 
     def look(self, item: Item) -> Opened:
         """Open the image; if no file has these bytes, decode and preprocess it."""
@@ -113,7 +114,7 @@ class ToFiles:
         skipped = too_many(medium.tokens, self._most)
         if skipped is not None:
             return Encoded(item.name, "skipped", tokens=medium.tokens, error=skipped)
-        package, _ = self._vision.package(medium, beside=expect(self._vision, beside))
+        package, _ = self._vision.package(medium, beside=self._vision.expect(beside))
         about = dict(package.about, file=source.name)
         return self._index.add(
             item, source, dataclasses.replace(package.pack(self._codec), about=about)
@@ -139,10 +140,9 @@ def _known(item: Item, found: tuple[str, Path, Package]) -> Encoded:
 class _Files:
     """The packages in one folder, by their contents."""
 
-    vlm: VLM
     folder: Path
-    tenant: str
     codec: str
+    fits: Callable[[Package], bool]
     by_file: dict[str, list[Path]] = field(default_factory=dict)
     by_key: dict[str, list[Path]] = field(default_factory=dict)
     sound: dict[Path, Package] = field(default_factory=dict)  # read or written; without tensors
@@ -194,7 +194,7 @@ class _Files:
             package = dataclasses.replace(
                 package, provenance={**package.provenance, "codec": EXACT}
             )
-        return self.vlm.runtime.vision_of(self.tenant).fits(package)
+        return self.fits(package)
 
     def add(self, item: Item, source: Source, package: Package) -> Encoded:
         """Write a package under a readable name without collisions."""

@@ -21,7 +21,6 @@ from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import Package
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Inspected
-from keepsight.media.visions import expect
 from keepsight.store import About
 from keepsight.store.contract import Name
 
@@ -53,9 +52,14 @@ class ToStore:
     """A model's store as the place for packages, for one tenant."""
 
     def __init__(
-        self, vlm: VLM, tenant: str = "", codec: str = EXACT, most: int | None = None
+        self,
+        vlm: VLM,
+        tenant: str = "",
+        codec: str = EXACT,
+        most: int | None = None,
+        batch: int = 1,
     ) -> None:
-        self._vlm, self._tenant, self._most = vlm, tenant, most
+        self._vlm, self._tenant, self._most, self.batch = vlm, tenant, most, batch
         # If the model's own store keeps packages packed, look for that form.
         self._codec = vlm.runtime.settings.feature_codec if codec == EXACT else check_codec(codec)
         store = vlm.runtime.store_of(tenant)
@@ -69,7 +73,7 @@ class ToStore:
     def _refresh(self) -> None:
         with self._vlm.runtime.lock:
             self._vlm.runtime.refresh(tenant=self._tenant)
-            self._vision = self._vlm.runtime.vision_of(self._tenant)
+            self._vision = self._vlm.runtime.vision_of(self._tenant).batched(self.batch)
 
     # -- in a thread -------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class ToStore:
         there = self._there(medium)  # an equal image may have been encoded meanwhile
         if there is not None:
             return self._known(name, there, medium.tokens)
-        waiting = expect(self._vision, beside)
+        waiting = self._vision.expect(beside)
         if self._codec == EXACT:
             package, tier = self._vision.package(medium, beside=waiting)
             if tier == "memory":  # the store lost what memory still holds

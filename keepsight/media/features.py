@@ -1,18 +1,20 @@
 """Images to packages: named first, looked up, and encoded by the tower only if unknown.
 
 Naming a known image is cheap (naming.py). Each image gets its own forward pass, so no other image
-and no budget changes a bit, and the tower's memory is that of one image. The budget limits what is
-kept: half for pixel values waiting for the tower, half for packages.
+and no budget changes a bit, and the tower's memory is that of one image; only who asks for a batch
+gets several in a pass. The budget limits what is kept: half for pixel values waiting for the tower,
+half for packages.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from keepsight import digests
-from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
+from keepsight.errors import FileError, ImageError, InputError, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Grid, Record
 from keepsight.media import video_steps
@@ -21,16 +23,16 @@ from keepsight.media.medium import Medium, VideoStep, entry_of, medium_in, opene
 from keepsight.media.naming import Inspected, Namer
 from keepsight.media.sources import Source
 from keepsight.media.tower import Tower
+from keepsight.models import huge
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import videos_by_step
 from keepsight.models.families.tower_absent import LEFT_OUT
-from keepsight.models.tower_pieces import TowerParts
 from keepsight.store import About, Store
 
 _VIDEOS = 8  # videos whose step names are remembered
 _COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for videos
 Looked = tuple[str, Medium | Package | Inspected]  # a medium and its modality, not yet named
-COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
+COUNTS = ("named", "encoded", "by_rows", "memory", "disk", "preprocessed")
 
 
 class Vision:
@@ -52,7 +54,6 @@ class Vision:
         self.tower = Tower(family, namer, caches, tenant)
         self._store, self._tenant, self._ttl = store, tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
-        self.parts = TowerParts()  # of all passes for large pictures
         self._steps: dict[str, tuple[VideoStep, ...]] = {}  # of recent videos, by feature id
         self._shared = True
 
@@ -68,8 +69,21 @@ class Vision:
         to a model that only this process knows, and stay in memory."""
         self.namer.bind(provenance, code)
         by_step = videos_by_step(self._family)
-        self.tower.origin = video_steps.FeatureOrigin(weights, settings, provenance, by_step)
+        self.tower.origin = video_steps.FeatureOrigin(
+            weights, settings, provenance, by_step, lambda: huge.can_go_by_rows(self._family)
+        )
         self._shared = shared
+
+    def batched(self, count: int) -> Vision:
+        """The same encoder, with so many pictures in a pass."""
+        if count < 1:
+            raise InputError(f"batch={count}; expected pictures in a pass of the tower: 1 or more")
+        if count == 1:
+            return self
+        other = copy.copy(self)
+        other.tower = copy.copy(self.tower)
+        other.tower.origin = dataclasses.replace(self.tower.origin, batch=count)
+        return other
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -95,6 +109,15 @@ class Vision:
             self._caches.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
         self.namer.learn(looked)
         return self.medium_of(looked)
+
+    def expect(self, looks: Iterable[Inspected]) -> list[Medium]:
+        """Media that come next, whose pixels wait. They are learnt each in its turn."""
+        media = []
+        for looked in looks:
+            if looked.pixels is not None:
+                self._caches.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
+                media.append(self.medium_of(looked))
+        return media
 
     def medium_of(self, looked: Inspected) -> Medium:
         """The medium of a look, without remembering it. Thread-safe."""
@@ -166,7 +189,7 @@ class Vision:
 
     def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
         modality = entry.get("modality", "image")
-        what, made = self.tower.origin.names(entry["key"], modality)
+        what, made = self.tower.origin.names(entry["key"], modality, entry["grid"])
         keys = entry.get(video_steps.STEPS, ())
         if self._accept == "any" and self._store is not None:
             made, keys = self._any_made(what, made), ()
@@ -198,21 +221,23 @@ class Vision:
     def note(self, number: int, package: Package, where: str) -> str:
         """A report's note on how features were made, if unusual."""
         if where == "tower":
-            return f"medium {number}: {self.tower.parts}" if self.tower.parts.cut else ""
+            rows = package.provenance.get("rows")
+            return f"medium {number}: the tower's layers ran {rows} rows at a time" if rows else ""
         kept = "" if package.packed is None else f"; kept as {package.codec}"
         elsewhere = self.differences(package)
         return elsewhere and f"features of medium {number} made elsewhere: {elsewhere}{kept}"
 
     def differences(self, package: Package) -> str:
         """How a package's making differs from ours, for people; empty if it does not."""
-        there, here = package.provenance, self.tower.origin.of(package.modality)
+        there = package.provenance
+        here = self.tower.origin.of(package.modality, package.grid)
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         said = [f"{name} {there.get(name)!r}, here {here.get(name)!r}" for name in sorted(names)]
         return "; ".join(said)
 
     def fits(self, package: Package) -> bool:
         """Whether encoding the same image now would give this package again."""
-        ours, made = self.tower.origin.names(package.key, package.modality)
+        ours, made = self.tower.origin.names(package.key, package.modality, package.grid)
         if self._accept != "any":
             ours = made
         same = ours in (package.identity, package.feature_id)
@@ -292,7 +317,7 @@ class Vision:
             start = time.perf_counter()
             self.require([video])
             made = self.tower.encode_steps(video, known)
-            self._note_parts()
+            self._count_rows(made[:1])
             self._remember(made, 1e3 * (time.perf_counter() - start), keep)
         steps = [known[step.feature_id] for step in video.steps]
         return self.tower.join(video, steps), where
@@ -354,13 +379,14 @@ class Vision:
             return self._video(medium, lambda: False)[0]
         self.require([medium])
         self._counts["encoded"] += 1
-        package = self.tower.encode(medium, beside, lambda other: self.where(other) == "tower")
-        self._note_parts()
+        others = {one.feature_id: one for one in beside if self.where(one) == "tower"}
+        others.pop(medium.feature_id, None)
+        package = self.tower.encode(medium, others.values())
+        self._count_rows([package])
         return package
 
-    def _note_parts(self) -> None:
-        self._counts["in_pieces"] += bool(self.tower.parts.cut)
-        self.parts.add(self.tower.parts)
+    def _count_rows(self, made: Sequence[Package]) -> None:
+        self._counts["by_rows"] += any("rows" in package.provenance for package in made)
 
     def look_any(self, image: object) -> Looked:
         """Look at what `encode` takes: a picture, a medium, or a part of a message. Thread-safe."""
@@ -388,6 +414,14 @@ class Vision:
     def encode(self, image: object) -> Package:
         """The package of an image in any form, with the processor's prompt text for it."""
         return self.handed_out(self.name_any(image))
+
+    def encode_all(self, images: Sequence[object]) -> list[Package]:
+        """The packages of several images, a batch at a time."""
+        found, batch = [], self.tower.origin.batch
+        for start in range(0, len(images), batch):
+            media = [self.name_any(image) for image in images[start : start + batch]]
+            found += [self.handed_out(one, media[n + 1 :]) for n, one in enumerate(media)]
+        return found
 
     def handed_out(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
         """The package of a medium, for a caller who may do with it what he likes."""

@@ -2,13 +2,15 @@
 proof.
 
 One medium, or one time step of a video, is one pass, so no other medium and no budget changes a
-bit. Small pictures share one where it is shown that this changes none either (shared_passes.py).
+bit. Only who asks for a batch gets several pictures in one pass, and their provenance says so, as
+that of a huge picture does, whose layers compute some rows at a time (models/huge.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -18,13 +20,14 @@ from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
-from keepsight.media.shared_passes import MOST, SharedPasses
 from keepsight.media.video_steps import STEPS, VIDEO_KEY, FeatureOrigin, Tensors, joined
+from keepsight.models import huge
 from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of
-from keepsight.models.tower_pieces import TowerParts, tower_in_pieces
 from keepsight.system.interrupts import LATER
+
+Made = tuple[Tensors, str]  # features, and the form in which the model takes several
 
 
 class Tower:
@@ -35,62 +38,29 @@ class Tower:
         self._caches, self._tenant = caches, tenant
         self.origin = FeatureOrigin()
         self.about: Record = {}  # for people: part of every package's record
-        self.parts = TowerParts()  # how modules ran in the last pass
-        self.shared_passes = SharedPasses(family)
         self.milliseconds = 0.0  # of the pass before, for each picture in it
         self._ready: dict[str, Package] = {}  # of pictures that shared that pass
 
-    def encode(
-        self,
-        medium: Medium,
-        beside: Iterable[Medium] = (),
-        is_new: Callable[[Medium], bool] = lambda other: True,
-    ) -> Package:
-        """The features of a medium, computed now. New pictures beside it that wait too may share
-        the pass; their features are there when they are asked for next."""
-        self.parts = TowerParts()
+    def encode(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
+        """The features of a medium, computed now. New pictures `beside` it share the pass of a
+        batch; their features are there when they are asked for next."""
         ready = self._ready.pop(medium.feature_id, None)
         if ready is not None:
             self._caches.pixels.pop(self._tenant, medium.key)
             return ready
         start = time.perf_counter()
-        pixels = self._pixels_of(medium)
-        steps = steps_of(self._family, pixels)
-        form = self.shared_passes.form(pixels, self.origin) if len(steps) == 1 else ""
-        if form:
-            media = [(medium, pixels), *self._waiting(medium, form, beside, is_new)]
-            made = self.shared_passes.run(form, [one for _, one in media], self._run)
-        else:
-            media, made = [(medium, pixels)], [self._run(step) for step in steps]
+        batch = [medium, *(other for other in beside if self.origin.is_batched(other))]
+        made = self._run_batch(batch) if self.origin.is_batched(medium) else []
+        if not made:
+            batch = batch[:1]
+            made = [self._run(step) for step in steps_of(self._family, self._pixels_of(medium))]
             if len(made) > 1:
                 made = [(joined([tensors for tensors, _ in made]), made[0][1])]
-        packages = [self.packed(one, *its) for (one, _), its in zip(media, made, strict=False)]
+        packages = [self.packed(one, *its) for one, its in zip(batch, made, strict=True)]
         self.milliseconds = 1e3 * (time.perf_counter() - start) / len(packages)
-        self._ready = {package.feature_id: package for package in packages[1:]}
+        self._ready.clear()
+        self._ready.update({package.feature_id: package for package in packages[1:]})
         return packages[0]
-
-    def _waiting(
-        self,
-        medium: Medium,
-        form: str,
-        beside: Iterable[Medium],
-        is_new: Callable[[Medium], bool],
-    ) -> list[tuple[Medium, Pixels]]:
-        """The next new pictures beside this one that have its form, and whose pixels are there."""
-        found: dict[str, tuple[Medium, Pixels]] = {}
-        for other in beside:
-            if len(found) == MOST - 1:
-                break  # asking about all of a long prompt for each pass would be quadratic
-            pixels = self._caches.pixels.get(self._tenant, other.key)
-            if pixels is None or other.feature_id in (*found, medium.feature_id):
-                continue
-            if self.shared_passes.form(pixels, self.origin) == form and is_new(other):
-                found[other.feature_id] = other, pixels
-        return list(found.values())
-
-    def expect(self, medium: Medium, pixels: Pixels) -> None:
-        """Let pixels wait that will be asked for soon, as far as there is room."""
-        self._caches.pixels.put(self._tenant, medium.key, pixels)
 
     def forget(self) -> None:
         """Let go of features that nobody asked for."""
@@ -126,7 +96,7 @@ class Tower:
             key=medium.key,
             weights=self.origin.weights,
             settings=self.origin.settings,
-            provenance=dict(self.origin.of(medium.modality)),
+            provenance=dict(self.origin.of(medium.modality, medium.grid)),
             grid=medium.grid,
             layout=medium.layout,
             container=container,
@@ -156,22 +126,40 @@ class Tower:
             raise ImageError("the image processor gave other pixels than when it was named")
         return pixels
 
-    def _run(self, pixels: Pixels) -> tuple[Tensors, str]:
+    def _run(self, pixels: Pixels) -> Made:
+        by_rows = "rows" in self.origin.of(pixels.modality, pixels.grid)
+        with huge.by_rows(self._family) if by_rows else nullcontext():
+            return self._guarded([pixels], lambda: [self._family.encode(pixels)])[0]
+
+    def _run_batch(self, media: Sequence[Medium]) -> list[Made]:
+        """The features of several pictures; nothing if one of them cannot be used, which goes on
+        one by one."""
+        try:
+            pixels = [self._pixels_of(one) for one in media]
+            return self._guarded(pixels, lambda: self._family.encode_together(pixels))
+        except ImageError:
+            if len(media) == 1:
+                raise
+            return []
+
+    def _guarded(self, media: Sequence[Pixels], run: Callable[[], list[Made]]) -> list[Made]:
         LATER.check()
         try:
-            with torch.no_grad(), tower_in_pieces(self._family, pixels) as self.parts:
-                return self._family.encode(pixels)
+            with torch.no_grad():
+                return run()
         except (torch.OutOfMemoryError, TowerRan):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            shapes = {name: tuple(tensor.shape) for name, tensor in pixels.tensors.items()}
-            raise ImageError(f"the vision tower refused pixels of shape {shapes}: {error}") from (
-                error
-            )
+            shapes = [
+                {name: tuple(tensor.shape) for name, tensor in pixels.tensors.items()}
+                for pixels in media
+            ]
+            what = shapes[0] if len(shapes) == 1 else shapes
+            raise ImageError(f"the vision tower refused pixels of shape {what}: {error}") from error
 
 
 def _alone(key: str, pixels: Pixels, origin: FeatureOrigin) -> Medium:
     """One step of a video as a medium."""
-    names = origin.names(key, pixels.modality)
+    names = origin.names(key, pixels.modality, pixels.grid)
     layout, kind = pixels.layout, pixels.modality
     return Medium(key, *names, pixels.grid, layout, None, lambda: pixels, kind)

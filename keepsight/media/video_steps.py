@@ -8,7 +8,7 @@ own name too, so nothing before the first new step is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from keepsight import digests
 from keepsight.formats.package import Package, feature_id, identity
 from keepsight.kinds import Grid, Record
-from keepsight.media.medium import VideoStep
+from keepsight.media.medium import Medium, VideoStep
+from keepsight.models import huge
 
 Tensors = dict[str, torch.Tensor]
 VIDEO_KEY = "film"  # in `about` of a step's package: the key of its video
@@ -34,16 +35,29 @@ class FeatureOrigin:
     settings: str = ""
     provenance: Record | None = None
     by_step: bool = False  # whether videos go through the tower step by step
+    by_rows: Callable[[], bool] = lambda: False  # whether the tower can run by rows
+    batch: int = 1  # pictures in a pass
 
-    def of(self, modality: str) -> Record:
-        """How features of a modality are made."""
+    def of(self, modality: str, grid: Grid) -> Record:
+        """How features of such a medium are made."""
         made = self.provenance or {}
-        return {**made, **_MADE} if self.by_step and modality == "video" else made
+        by_step = self.by_step and modality == "video"
+        if by_step:
+            made = {**made, **_MADE}
+        if huge.is_huge(grid, by_step) and self.by_rows():
+            return {**made, "rows": huge.ROWS}
+        if self.batch > 1 and modality == "image":
+            return {**made, "batch": self.batch}
+        return made
 
-    def names(self, key: str, modality: str) -> tuple[str, str]:
+    def is_batched(self, medium: Medium) -> bool:
+        """Whether others may share the pass of this medium."""
+        return "batch" in self.of(medium.modality, medium.grid)
+
+    def names(self, key: str, modality: str, grid: Grid) -> tuple[str, str]:
         """The identity and the feature id for this key."""
         what = identity(key, self.weights, self.settings)
-        return what, feature_id(what, self.of(modality))
+        return what, feature_id(what, self.of(modality, grid))
 
 
 def steps_from(
@@ -51,7 +65,7 @@ def steps_from(
 ) -> tuple[VideoStep, ...]:
     """The steps of a video by their keys; positions also depend on the rest of its grid."""
     speed = {name: value for name, value in grid.items() if name != _GRID}
-    made = origin.of("video") if provenance is None else provenance
+    made = origin.of("video", grid) if provenance is None else provenance
     found = []
     for number, key in enumerate(keys):
         what = identity(key, origin.weights, origin.settings)

@@ -68,12 +68,14 @@ def narrow(model: PreTrainedModel, parts: Iterable[torch.nn.Module]) -> None:
             "device_map, or load a checkpoint that is quantised already"
         )
     inside = {id(module) for part in parts for module in part.modules()}
-    done = 0
-    for path, module in list(model.named_modules()):
-        if id(module) in inside and type(module) is torch.nn.Linear and _pays(module):
-            model.set_submodule(path, NarrowLinear(module))
-            done += 1
-    if not done:
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if id(module) in inside and type(module) is torch.nn.Linear and _pays(module)
+    ]
+    for path in paths:  # nothing holds the wide layers, so each goes as soon as it is replaced
+        model.set_submodule(path, NarrowLinear(model.get_submodule(path)))
+    if not paths:
         raise UnsupportedInput(
             "weights='int8': this model has no linear layers in its decoder that could use "
             "eight bits; leave weights= out"

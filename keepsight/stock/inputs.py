@@ -44,7 +44,7 @@ def stock_inputs(
     more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
     inputs |= {name: tensor.to(device) for name, tensor in more.items()}
     if prompt.media and features:
-        parts = [(vision.package(m, beside=prompt.media)[0], 0, m.tokens) for m in prompt.media]
+        parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
         inputs |= _repeatable(family, parts, ids)
     return inputs
 
@@ -75,7 +75,7 @@ def with_features(
     report = Report(prompt_tokens=len(flat))
     parts: list[tuple[Package, int, int]] = []
     for number, (medium, start, end) in enumerate(_placed(media, spots)):
-        package, where = vision.package(medium, beside=media)
+        package, where = vision.package(medium)
         if note := vision.note(number, package, where):
             report.notes.append(note)
         parts.append((package, 0, medium.tokens))

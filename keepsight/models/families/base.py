@@ -253,6 +253,11 @@ class Family:
         """Whether the model was loaded without its tower."""
         return bool(absent_parts(self.model))
 
+    @property
+    def pixel_dtype(self) -> torch.dtype | None:
+        """The dtype in which a tower wants pixels that does not cast them itself."""
+        return None
+
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
         """Run one medium through the tower, alone. Returns its features, and the form in which the
         model takes several.
@@ -260,12 +265,15 @@ class Family:
         return self.encode_together([pixels])[0]
 
     def encode_together(self, media: Sequence[Pixels]) -> list[tuple[dict[str, torch.Tensor], str]]:
-        """Several in one call: only where that is shown to change no bit (`batch_trial.py`)."""
-        device = self.model.device
+        """Several pictures in one pass, packed as a processor would."""
+        device, dtype = self.model.device, self.pixel_dtype
         joined = media[0].tensors if len(media) == 1 else self.join_pixels(media)
-        inputs = {name: tensor.to(device) for name, tensor in joined.items()}
+        inputs = {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in joined.items()
+        }
         output = self.features_of({**inputs, **self.tower_tensors.of(joined, device)})
-        return features_in(output, len(media))
+        return features_in(output, media)
 
     def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
         """The output of Transformers' encoder for the tensors of one medium."""

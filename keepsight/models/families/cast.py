@@ -10,20 +10,15 @@ shared.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels
 
 
 class Cast(Family):
     """Pixels in the dtype of the model."""
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        tensors = {
-            name: tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in pixels.tensors.items()
-        }
-        return super().encode(dataclasses.replace(pixels, tensors=tensors))
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype

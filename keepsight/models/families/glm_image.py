@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from keepsight.errors import PlaceholderMismatch
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Part, Pixels, own
+from keepsight.models.families.pixels import Part, Pixels
 from keepsight.models.renamed import EncoderOutput
 
 _GRIDS = "image_grid_thw"
@@ -56,11 +57,11 @@ class GlmImage(Family):
             given.pop(0)  # the picture to draw
         return super().split_tensors({**tensors, _GRIDS: torch.tensor(seen)}, rows)
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        device = self.model.device
-        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
-        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
-        return {"features": own(output.pooler_output[0].flatten(1).T)}, "list"
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+        """One row for each patch, where Transformers gives channels on a grid."""
+        output = super().features_of(inputs)
+        output.pooler_output = [picture.flatten(1).T for picture in output.pooler_output]
+        return output
 
     def feature_width(self) -> int:
         return int(self.model.config.vision_config.hidden_size)

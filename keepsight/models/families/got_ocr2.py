@@ -5,7 +5,6 @@ Keepsight gives it one image at a time, so one image is one page, of one or more
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,8 +32,7 @@ class GotOcr2(InternVL):
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(text, placeholder))
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        """Cast to the tower's dtype, because this tower does not convert its input."""
-        dtype = self.core.vision_tower.dtype
-        tensors = {name: tensor.to(dtype) for name, tensor in pixels.tensors.items()}
-        return super().encode(dataclasses.replace(pixels, tensors=tensors))
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.core.vision_tower.dtype
+        return dtype

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from keepsight.errors import ImageError, InputError, PlaceholderMismatch
+from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, own, parse_layout
+from keepsight.models.families.pixels import Pixels, parse_layout
 
 if TYPE_CHECKING:
     from transformers import (
@@ -108,20 +108,6 @@ class MarkedTiles(Family):
             spans.append((int(found[0]), int(found[-1]) + 1))
             used += count
         return spans
-
-    # -- the tower -------------------------------------------------------------------------------
-
-    def encode(self, pixels: Pixels) -> tuple[Tensors, str]:
-        """Features of all tiles of one image, joined: the model takes one list entry per image."""
-        device = self.model.device
-        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
-        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
-        features = torch.cat(list(output.pooler_output))
-        tokens = sum(part for part in pixels.layout if isinstance(part, int))
-        if len(features) != tokens:
-            # Idefics takes a tile of zeros for padding and drops it.
-            raise ImageError(f"the vision tower gave {len(features)} rows for {tokens} tokens")
-        return {"features": own(features)}, "list"
 
 
 class Idefics3(MarkedTiles):

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from keepsight.kinds import Record
 from keepsight.models.families.aya_vision import AyaVision
-from keepsight.models.families.pixels import Part, Pixels, own, rows_of
+from keepsight.models.families.pixels import Part, rows_of
 from keepsight.models.renamed import EncoderOutput
 
 
@@ -37,12 +38,16 @@ class Llama4(AyaVision):
         config = self.model.config
         return int(config.vision_config.vision_output_dim)
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        """Cast to the tower's dtype: Transformers' processor gives bfloat16 for any model."""
-        dtype = self.core.vision_model.dtype
-        tiles = pixels.tensors["pixel_values"].to(self.model.device, dtype)
-        output = self.encoder(tiles, return_dict=True)
-        return {"features": own(output.last_hidden_state)}, "tensor"
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        """Transformers' processor gives bfloat16 for any model."""
+        dtype: torch.dtype = self.core.vision_model.dtype
+        return dtype
+
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+        output = super().features_of(inputs)
+        output.pooler_output = output.last_hidden_state
+        return output
 
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """Rows of features in the field that this model reads."""

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.kinds import Decoded, Options, Processor
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, all_tensors, own
+from keepsight.models.families.pixels import Pixels, all_tensors
+from keepsight.models.families.tower_tensors import TowerTensors
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -30,6 +31,7 @@ class Mlcd(Family):
         self.model, self.core = model, model
         self.image_token_id, self.video_token_id, self.mrope = -1, None, False
         self._encoder_inputs = {"pixel_values"}
+        self.tower_tensors = TowerTensors(model)
 
     @property
     def encoder(self) -> Callable[..., BaseModelOutputWithPooling]:
@@ -57,10 +59,15 @@ class Mlcd(Family):
         height, width = processed["pixel_values"].shape[-2:]
         return self._pixels(dict(processed), ((height // side) * (width // side) + 1,))
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        images = pixels.tensors["pixel_values"].to(self.model.device, self.model.dtype)
-        output = self.model(pixel_values=images, return_dict=True)
-        return {"features": own(output.last_hidden_state)}, "tensor"
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+        output = super().features_of(inputs)
+        output.pooler_output = output.last_hidden_state
+        return output
 
     def feature_width(self) -> int:
         return int(self.model.config.hidden_size)

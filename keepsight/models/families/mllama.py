@@ -20,6 +20,8 @@ from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Decoded, Grid, Inputs, Options, Processor, Record
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels
+from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.renamed import EncoderOutput
 
 _MASK = "cross_attention_mask"
 
@@ -36,7 +38,7 @@ class Mllama(Family):
         if not hasattr(self.core, "vision_model"):
             raise UnsupportedModel(f"{type(model).__name__} has no vision tower")
         self.image_token_id, self.video_token_id = self._image_token(), None
-        self.mrope = False
+        self.mrope, self.tower_tensors = False, TowerTensors(self.core)
         self._encoder_inputs = {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"}
         vision = model.config.vision_config
         self._tiles = int(vision.max_num_tiles)
@@ -53,10 +55,10 @@ class Mllama(Family):
         projected: torch.Tensor = self.core.multi_modal_projector(seen)
         return projected
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        device = self.model.device
-        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
-        return {"features": self._look(**inputs).detach().reshape(1, -1)}, "tensor"
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> EncoderOutput:
+        """One row for each picture of one prompt."""
+        pictures = inputs["pixel_values"].shape[1]
+        return EncoderOutput(pooler_output=self._look(**inputs).reshape(pictures, -1))
 
     def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from keepsight import digests
-from keepsight.errors import InputError, UnsupportedInput
+from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Grid, Record
 
@@ -99,16 +99,24 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def features_in(
-    output: BaseModelOutputWithPooling, count: int
+    output: BaseModelOutputWithPooling, media: Sequence[Pixels]
 ) -> list[tuple[dict[str, torch.Tensor], str]]:
-    """The features of each of `count` media, and the form in which the model takes several."""
+    """The features of each medium, and the form in which the model takes several."""
     pooled = output.pooler_output
     container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
-    features = pooled.chunk(count) if container == "tensor" else pooled
+    tokens = [sum(part for part in one.layout if isinstance(part, int)) for one in media]
+    if container == "list" and len(pooled) != len(media):  # a list of tiles
+        pooled = torch.cat(list(pooled))
+    if isinstance(pooled, torch.Tensor):  # tiles, or rows, of all media
+        each = pooled.shape[:-1].numel() // len(pooled)
+        pooled = pooled.split([n // each for n in tokens]) if len(media) > 1 else [pooled]
     levels = getattr(output, "deepstack_features", None) or []
     made = []
-    for number in range(count):
-        tensors = {"features": features[number]}
+    for number, wanted in enumerate(tokens):
+        rows = pooled[number].shape[:-1].numel()
+        if wanted and rows != wanted:  # Idefics drops a tile of zeros as padding
+            raise ImageError(f"the vision tower gave {rows} rows for {wanted} tokens")
+        tensors = {"features": pooled[number]}
         tensors |= {f"deepstack.{n}": level[number] for n, level in enumerate(levels)}
         made.append(({name: own(tensor) for name, tensor in tensors.items()}, container))
     return made

@@ -17,11 +17,12 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Clip, Grid, Options, Record
 from keepsight.models import upstream
-from keepsight.models.families.pixels import Part, Pixels, own, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, parse_layout, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 AUDIO = ("input_features", "feature_attention_mask")
 _SECONDS = "video_second_per_grid"
@@ -122,14 +123,13 @@ class QwenOmni(QwenVL):
                 joined[name] = torch.cat(parts)
         return joined
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        if pixels.modality != "audio":
-            return super().encode(pixels)
-        inputs = {name: tensor.to(self.model.device) for name, tensor in pixels.tensors.items()}
-        inputs[AUDIO[0]] = inputs[AUDIO[0]].to(self.model.dtype)
-        given = self.tower_tensors.of(inputs, self.model.device)
-        output = self.core.get_audio_features(**inputs, **given, return_dict=True)
-        return {"features": own(output.last_hidden_state)}, "list"
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+        if AUDIO[0] not in inputs:
+            return super().features_of(inputs)
+        sound = {AUDIO[0]: inputs[AUDIO[0]].to(self.model.dtype)}
+        output = self.core.get_audio_features(**{**inputs, **sound}, return_dict=True)
+        output.pooler_output = [output.last_hidden_state]
+        return output
 
     def check_package(self, package: Package) -> None:
         if package.modality != "audio":
