@@ -8,10 +8,12 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   ├── ImageError                     one image: not an image, truncated, absurd size or dtype
     │   │   └── MediaChanged               a file changed between being named and being encoded
     │   ├── MessagesError                  the shape of a conversation
+    │   ├── GrammarError                   a form of answers that no grammar expresses, or a bad one
     │   ├── PlaceholderMismatch            more images than placeholders, or the reverse
     │   ├── PinsFull                       more pinned than a quota or a budget has room for
     │   ├── PromptTooLong                  longer than the model's context
     │   └── UnsupportedInput               understood, but impossible here, such as video
+    ├── UnfinishedAnswer (ValueError)      an answer that was cut before its form was complete
     ├── UnknownOption (TypeError)          an unknown keyword; suggests the nearest one
     ├── FileError (ValueError)             a `.sight` or `.keep` file
     │   ├── NotKeepsightFile               not one of ours, or truncated before its header
@@ -103,6 +105,18 @@ class PromptTooLong(InputError):
 
 class UnsupportedInput(InputError):
     """The input is understood, but cannot be served here."""
+
+
+class GrammarError(InputError):
+    """A form of answers cannot be enforced. `place` is the caller's name for it."""
+
+    def __init__(self, place: str, why: str) -> None:
+        self.place = place
+        super().__init__(f"{place}: {why}")
+
+
+class UnfinishedAnswer(KeepsightError, ValueError):
+    """An answer was cut before its form was complete."""
 
 
 class UnknownOption(KeepsightError, TypeError):
