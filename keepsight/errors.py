@@ -75,6 +75,14 @@ class MessagesError(InputError):
     """The conversation has the wrong shape."""
 
 
+class GrammarError(InputError):
+    """A form of answers cannot be enforced. `place` is the caller's name for it."""
+
+    def __init__(self, place: str, why: str) -> None:
+        self.place = place
+        super().__init__(f"{place}: {why}")
+
+
 class PlaceholderMismatch(InputError):
     """The number of images does not match the number of placeholders."""
 
@@ -105,14 +113,6 @@ class PromptTooLong(InputError):
 
 class UnsupportedInput(InputError):
     """The input is understood, but cannot be served here."""
-
-
-class GrammarError(InputError):
-    """A form of answers cannot be enforced. `place` is the caller's name for it."""
-
-    def __init__(self, place: str, why: str) -> None:
-        self.place = place
-        super().__init__(f"{place}: {why}")
 
 
 class UnfinishedAnswer(KeepsightError, ValueError):

@@ -227,7 +227,7 @@ def _text_form(body: schema.ChatRequest, unused: Unused) -> Format | None:
 def _form(name: str, given: object, unused: Unused) -> Format | None:
     if name == "structured_outputs" and isinstance(given, dict):
         return _of_vllm(given, unused)
-    if isinstance(given, schema.Format):
+    if isinstance(given, schema.ResponseFormat):
         return wanted(given.model_dump(), name)
     if name == "format" and given == "json":  # Ollama's
         return _MAKERS["json_object"](None, name)

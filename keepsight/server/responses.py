@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from keepsight import digests
 from keepsight.kinds import Options, Record
@@ -690,8 +690,8 @@ class ResponseWriter:
             "service_tier": "default",
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+            "text": {"format": _dumped(body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": _dumped(body.tool_choice) or "auto",
             "tools": [
                 t.model_dump() for t in body.tools or [] if isinstance(t, schema.FunctionTool)
             ],
@@ -717,6 +717,11 @@ class ResponseWriter:
         if self._body.keepsight is not None and self._body.keepsight.report:
             made["keepsight"] = {"report": report_of(end.report)}
         return made
+
+
+def _dumped(given: BaseModel | str | None) -> object:
+    """A part of the request, as it was sent."""
+    return given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else given
 
 
 def _content(kind: str, text: str, scored: list[Record]) -> Record:

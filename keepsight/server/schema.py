@@ -581,7 +581,7 @@ class StreamOptions(Inner):
     continuous_usage_stats: bool | None = None
 
 
-class Format(Inner):
+class ResponseFormat(Inner):
     """The form of an answer: what is beside its type is checked where the form is read."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -607,7 +607,7 @@ class Forms(BaseModel):
 class TextSettings(Inner):
     """Settings of text."""
 
-    format: Format | None = None
+    format: ResponseFormat | None = None
     verbosity: object = None
 
 
@@ -720,7 +720,7 @@ class ChatRequest(Rendering, AnswerOptions):
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
     tool_choice: ToolChoice | None = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
 

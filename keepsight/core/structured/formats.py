@@ -182,7 +182,7 @@ def _close(record: Record) -> None:
     properties, needed = record.get("properties"), record.get("required", [])
     silent = not any(f"{name}Properties" in record for name in ("additional", "pattern"))
     known = isinstance(properties, dict) and isinstance(needed, list)
-    if silent and known and properties and {*map(str, needed)} <= properties.keys():
+    if silent and known and {*map(str, needed)} <= {*(properties or {})}:
         record.setdefault("additionalProperties", False)
 
 

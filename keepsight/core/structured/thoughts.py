@@ -1,4 +1,7 @@
-"""How models mark their thoughts: Qwen's tags, which many others write too."""
+"""How models mark their thoughts: Qwen's tags, which many others write too.
+
+A template may open a thought, or close an empty one; else the model may begin one itself.
+"""
 
 from __future__ import annotations
 
