@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keepsight.core.structured.formats import (
@@ -48,8 +49,24 @@ _MAKERS: dict[str, Callable[[Any, str], Format]] = {
 }
 _OF_VLLM = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+# What tags without quotes can say of a call, and of a value; and words without effect.
+_OF_CALLS = ("type", "properties", "required", "additionalProperties", "strict")
+_OF_UNIONS = ("$ref", "anyOf", "oneOf")
+_REMARKS = (
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "$comment", "$defs", "definitions", "$schema", "$id",
+)  # fmt: skip
 _TEXT = r"/(.|\n)*/"  # any, as an expression of Lark's language
 _TAIL = r"\n<\/parameter>\n"  # likewise: the end of a value between tags
+
+
+@dataclass(frozen=True)
+class BoundTool:
+    """A tool that may be called, and what its arguments have to be. `place`: of that schema."""
+
+    name: str
+    parameters: Record
+    place: str
 
 
 class CallSyntax:
@@ -59,15 +76,15 @@ class CallSyntax:
     def __init__(self, tagged: bool, own: frozenset[str]) -> None:
         self._tagged, self._own = tagged, own
 
-    def grammar(
-        self, tools: Sequence[tuple[schema.Tool, bool]], least: int, most: int | None
-    ) -> str:
-        """Calls of some tools in Lark's language, each with whether its schema binds. With `least`
-        0 a call may come at any place of a text."""
+    def grammar(self, tools: Sequence[BoundTool], least: int, most: int | None) -> str:
+        """Calls of some tools in Lark's language. With `least` 0 a call may come at any place of a
+        text."""
         lines = [f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}"]
-        for number, (tool, binds) in enumerate(tools):
-            given = tool.function.parameters if binds else None
-            lines += self._call(number, tool.function.name, given or {"type": "object"})
+        for number, tool in enumerate(tools):
+            try:
+                lines += self._call(number, tool.name, tool.parameters)
+            except ValueError as error:
+                raise GrammarError(tool.place, f"it cannot be enforced: {error}") from None
         if least:
             again = ' ("\\n" call)*' if most is None else ""
             head = [f"start: {self._mark(CALL)} call{again}"]
@@ -94,13 +111,15 @@ class CallSyntax:
         return list(self._tags(rule, name, parameters))
 
     def _tags(self, rule: str, name: str, parameters: Record) -> Iterator[str]:
-        properties = parameters.get("properties")
-        properties = properties if isinstance(properties, dict) else {}
+        _refuse_more(parameters, _OF_CALLS)
         needed = parameters.get("required") or []
+        properties = dict.fromkeys(needed, True) | (parameters.get("properties") or {})
         spots = []
         for number, (key, value) in enumerate(properties.items()):
             spot = f"{rule}_{number}"
             spots.append(spot + ("" if key in needed else "?"))
+            if isinstance(value, dict) and any(name in value for name in _OF_UNIONS):
+                _refuse_more(value, _OF_UNIONS)
             kinds = list(alternatives(value, parameters))
             inner = [f"{spot}_{kind}" for kind in range(len(kinds))]
             yield f"{spot}: {_quoted(f'<parameter={key}>' + chr(10))} ({' | '.join(inner)})"
@@ -122,15 +141,21 @@ def _tagged_value(rule: str, value: Record, parameters: Record) -> Iterator[str]
         yield f"{rule}: {_json(value | shared)} {end}"
         return
     if "enum" in value or "const" in value:
+        _refuse_more(value, ("type", "enum", "const"))
         texts = value.get("enum", [value.get("const")])
         yield f"{rule}: ({' | '.join(map(_quoted, texts))}) {end}"
         return
-    for bound in ("pattern", "format"):
-        if bound in value:
-            raise ValueError(f"{bound!r} of a text that this model writes without quotes")
+    _refuse_more(value, ("type", "minLength", "maxLength"))
     least, most = value.get("minLength", 0), value.get("maxLength", "")
     count = f"{{{least},{most}}}" if least or most != "" else "*"
     yield f"{rule}[lazy]: /(.|\\n){count}{_TAIL}/"
+
+
+def _refuse_more(value: Record, known: Sequence[str]) -> None:
+    """Refuse what this model's tags, which have no quotes, cannot express."""
+    more = sorted(value.keys() - {*known, *_REMARKS})
+    if more:
+        raise ValueError(f"{more[0]!r} in a call that this model writes without quotes")
 
 
 def _quoted(text: str) -> str:
@@ -185,17 +210,18 @@ def _calls(
 ) -> Format:
     """Calls of some of a request's tools. The arguments of a strict tool fit its schema, and those
     of a forced one unless it says that it is not strict."""
-    marked, parts = list[tuple[schema.Tool, bool]](), list[Format]()
+    bound, parts = list[BoundTool](), list[Format]()
     for number, tool in tools:
         strict, parameters = tool.function.strict, tool.function.parameters
-        binds = strict is True or (forced and strict is None)
-        marked.append((tool, binds))
-        if binds and parameters is not None:  # refuses by its own name
-            parts.append(of_schema(parameters, f"tools[{number}].function.parameters"))
-    try:
-        grammar = syntax.grammar(marked, least, most)
-    except ValueError as error:
-        raise GrammarError(place, f"it cannot be enforced: {error}") from None
+        where = f"tools[{number}].function.parameters"
+        if parameters is not None and (strict is True or (forced and strict is None)):
+            if parameters.get("type", "object") != "object":
+                raise GrammarError(where, "arguments are a record; expected {'type': 'object'}")
+            parts.append(of_schema(parameters, where))  # refuses by its own name
+            bound.append(BoundTool(tool.function.name, parameters, where))
+        else:
+            bound.append(BoundTool(tool.function.name, {"type": "object"}, where))
+    grammar = syntax.grammar(bound, least, most)
     return Format("calls", ({"lark_grammar": grammar},), place, str, tuple(parts))
 
 
