@@ -226,6 +226,10 @@ def test_an_answer_that_was_cut_says_so(vlm: ks.VLM) -> None:
     assert reply.finish_reason == "length"
     with pytest.raises(UnfinishedAnswer, match="max_new_tokens"):
         _ = reply.parsed
+    ended = vlm.chat(CHAT, response_format=SHAPE, stop="sides", max_new_tokens=60)
+    assert ended.finish_reason == "stop" and "sides" not in ended.text
+    with pytest.raises(UnfinishedAnswer, match="stop string"):
+        _ = ended.parsed
 
 
 def test_properties_that_nobody_named_do_not_come(vlm: ks.VLM) -> None:
@@ -282,22 +286,55 @@ def test_forced_tokens_are_read_in_one_pass(
     """In fewer passes, with the same tokens and the same bits behind them."""
     with ks.wrap(*build(kind), drafts=False) as vlm, ks.wrap(*build(kind), drafts=False) as plain:
         same: dict[str, Any] = {"response_format": SHAPE, "max_new_tokens": 64, **HOWS[how]}
+        decoders = [one.runtime.engine.decoder for one in (vlm, plain)]
+        for one in (vlm, plain):
+            one.chat(CHAT, max_new_tokens=2)  # tries its kernels
+        before = [decoder.passes for decoder in decoders]
         fast = vlm.chat(CHAT, **same)
-        steps = vlm.runtime.engine.decoder.passes
         with monkeypatch.context() as slow:
             slow.setattr(Engine, "_forced", lambda *_: [])
             wanted = plain.chat(CHAT, **same)
         assert fast.tokens == wanted.tokens and not wanted.usage.forced_tokens
         assert fast.usage.forced_tokens > 20
-        saved = plain.runtime.engine.decoder.passes - steps
-        assert saved >= fast.usage.forced_tokens
+        fewer, more = (decoder.passes - was for decoder, was in zip(decoders, before, strict=True))
+        assert more - fewer == fast.usage.forced_tokens
         said = [*CHAT, {"role": "assistant", "content": fast.text}, turn("Go on.")]
         rows = [one.chat(said, max_new_tokens=3).tokens for one in (vlm, plain)]
         assert rows[0] == rows[1] and vlm.chat(said, max_new_tokens=3).usage.cached_tokens
         vlm.runtime.check()
 
 
-def test_guesses_and_grammars_go_together(vlm: ks.VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_an_answer_that_ends_amid_forced_tokens(kind: str) -> None:
+    """By a stop string, or by its length: what stays remembered is what was chosen."""
+    with ks.wrap(*build(kind)) as vlm, ks.wrap(*build(kind), drafts=False) as plain:
+        for how in ({"stop": "ides"}, {"stop": '":'}, {"max_new_tokens": 9}):
+            reply = vlm.chat(CHAT, response_format=SHAPE, **how)
+            assert len(reply.tokens) < 30 and vlm.stats()["engine"]["forced_tokens"] >= 0
+            said = [*CHAT, {"role": "assistant", "content": reply.text}, turn("Go on.")]
+            assert (
+                vlm.chat(said, max_new_tokens=4).tokens == plain.chat(said, max_new_tokens=4).tokens
+            )
+            vlm.runtime.check()
+
+
+def test_logits_before_forced_tokens_are_recorded_if_asked_for(vlm: ks.VLM) -> None:
+    inputs = vlm.processor.apply_chat_template(
+        CHAT, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    out = vlm.generate(
+        **inputs,
+        response_format={"regex": "certain"},
+        max_new_tokens=30,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    made = out.sequences.shape[1] - inputs["input_ids"].shape[1]
+    assert out.usage.forced_tokens and len(out.logits) == made
+    assert all(torch.isfinite(row).all() for row in out.logits)
+
+
+def test_guesses_and_grammars_go_together(vlm: ks.VLM) -> None:
     """What was said before is guessed only as far as it may follow, and taken back if wrong."""
     texts = {"regex": "(red |blue |green ){12}"}
     with ks.wrap(*build("qwen3_vl"), drafts=False) as plain:
@@ -307,6 +344,7 @@ def test_guesses_and_grammars_go_together(vlm: ks.VLM, monkeypatch: pytest.Monke
                 reply = vlm.chat(CHAT, **how)
                 assert reply.tokens == plain.chat(CHAT, **how).tokens
                 assert reply.finish_reason == "stop"
+            assert reply.usage.accepted_tokens and reply.usage.drafted_tokens > 12
     vlm.runtime.check()
 
 

@@ -55,7 +55,10 @@ class Grammar:
             )
         if self.thought and THINK_END in text:
             text = text.partition(THINK_END)[2].lstrip()
-        return self.format.read(text)
+        try:
+            return self.format.read(text)
+        except json.JSONDecodeError as error:
+            raise UnfinishedAnswer(f"a stop string ended it before its form was: {error}") from None
 
 
 class Grammars:
