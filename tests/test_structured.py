@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pydantic
@@ -163,6 +164,15 @@ class Shape(pydantic.BaseModel):
     sides: int = pydantic.Field(ge=3, le=12)
 
 
+class Near(pydantic.BaseModel):
+    at: Literal["near"]
+
+
+class Far(pydantic.BaseModel):
+    at: Literal["far"]
+    miles: Literal[1, 2]
+
+
 NUMBER = 'start: "n" DIGIT\nDIGIT: /[0-9]/'
 
 
@@ -256,6 +266,19 @@ def test_properties_that_nobody_named_do_not_come(vlm: ks.VLM) -> None:
         {**inner, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
     ):
         assert form(free) == {**free, "x-guidance": form(free)["x-guidance"]}
+
+
+def test_words_that_say_nothing_are_left_out(vlm: ks.VLM, hurry: Hurry) -> None:
+    class Place(pydantic.BaseModel):
+        where: pathlib.Path = pydantic.Field(max_length=4)
+        marks: Annotated[list[bool], pydantic.Field(json_schema_extra={"uniqueItems": False})]
+        kind: Annotated[Near | Far, pydantic.Field(discriminator="at")]
+
+    reply = vlm.chat(CHAT, response_format=Place, logits_processor=[hurry])
+    assert isinstance(reply.parsed, Place) and isinstance(reply.parsed.kind, Near | Far)
+    closed = {"type": "object", "properties": {"a": {"const": 1}}, "unevaluatedProperties": False}
+    reply = vlm.chat(CHAT, response_format=closed, logits_processor=[hurry])
+    jsonschema.validate(reply.parsed, closed)
 
 
 # -- nothing else changes --------------------------------------------------------------------------

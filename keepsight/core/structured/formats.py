@@ -29,6 +29,11 @@ STYLE = {
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not")
 # Where a schema has schemas.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_STANDARD = (
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
+    "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
+    "json-pointer", "relative-json-pointer", "regex",
+)  # fmt: skip
 _IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _ALONE = ("items", "additionalProperties")
 
@@ -88,6 +93,9 @@ def of_class(model: Any, place: str) -> Format:
         schema = model.model_json_schema()
     except Exception as error:  # a foreign class may raise anything
         raise GrammarError(place, f"{model.__name__} has no JSON schema: {error}") from error
+    for one in _schemas(schema):  # names of pydantic's own, such as "path": the class checks them
+        if one.get("format") not in (None, *_STANDARD):
+            del one["format"]
     form = of_schema(schema, place)
     return Format(form.kind, form.grammars, place, model.model_validate_json)
 
@@ -113,6 +121,8 @@ def styled(schema: object, place: str) -> Record:
     if len(json.dumps(closed)) > LARGEST:
         raise GrammarError(place, f"this schema is larger than {LARGEST} characters")
     inner = list(_schemas(closed))
+    for one in inner:
+        _without_neutral(one)
     # Where schemas are combined, a record that is closed by itself would shut out the others.
     mixed = any("properties" in one and any(name in one for name in _COMBINING) for one in inner)
     if not mixed and not any("allOf" in one for one in inner):
@@ -174,6 +184,16 @@ def check_size(value: object, place: str) -> None:
             what = f"nested deeper than {DEEPEST}" if depth > DEEPEST else f"larger than {LARGEST}"
             raise GrammarError(place, f"this schema is {what}; expected a smaller one")
         layer = inner
+
+
+def _without_neutral(record: Record) -> None:
+    """Leave out words that say nothing, or say it in other words that a grammar knows."""
+    if record.get("uniqueItems") is False:
+        del record["uniqueItems"]
+    alone = not any(name in record for name in _COMBINING)
+    if record.get("unevaluatedProperties") is False and alone:
+        del record["unevaluatedProperties"]
+        record.setdefault("additionalProperties", False)
 
 
 def _close(record: Record) -> None:
