@@ -270,7 +270,7 @@ def test_properties_that_nobody_named_do_not_come(vlm: ks.VLM) -> None:
 
 def test_words_that_say_nothing_are_left_out(vlm: ks.VLM, hurry: Hurry) -> None:
     class Place(pydantic.BaseModel):
-        where: pathlib.Path = pydantic.Field(max_length=4)
+        where: pathlib.Path
         marks: Annotated[list[bool], pydantic.Field(json_schema_extra={"uniqueItems": False})]
         kind: Annotated[Near | Far, pydantic.Field(discriminator="at")]
 
@@ -331,9 +331,9 @@ def test_forced_tokens_are_read_in_one_pass(
 def test_an_answer_that_ends_amid_forced_tokens(kind: str) -> None:
     """By a stop string, or by its length: what stays remembered is what was chosen."""
     with ks.wrap(*build(kind)) as vlm, ks.wrap(*build(kind), drafts=False) as plain:
-        for how in ({"stop": "ides"}, {"stop": '":'}, {"max_new_tokens": 9}):
+        for how in ({"stop": "ol"}, {"stop": "ides"}, {"stop": '":'}, {"max_new_tokens": 9}):
             reply = vlm.chat(CHAT, response_format=SHAPE, **how)
-            assert len(reply.tokens) < 30 and vlm.stats()["engine"]["forced_tokens"] >= 0
+            assert len(reply.tokens) < 30
             said = [*CHAT, {"role": "assistant", "content": reply.text}, turn("Go on.")]
             assert (
                 vlm.chat(said, max_new_tokens=4).tokens == plain.chat(said, max_new_tokens=4).tokens
