@@ -331,8 +331,12 @@ def test_forced_tokens_are_read_in_one_pass(
 def test_an_answer_that_ends_amid_forced_tokens(kind: str) -> None:
     """By a stop string, or by its length: what stays remembered is what was chosen."""
     with ks.wrap(*build(kind)) as vlm, ks.wrap(*build(kind), drafts=False) as plain:
-        for how in ({"stop": "ol"}, {"stop": "ides"}, {"stop": '":'}, {"max_new_tokens": 9}):
-            reply = vlm.chat(CHAT, response_format=SHAPE, **how)
+        for form, how in (
+            *((SHAPE, {"stop": stop}) for stop in ("ol", "ides", '":')),
+            (SHAPE, {"max_new_tokens": 9}),
+            ({"choice": ["certainly"]}, {}),
+        ):
+            reply = vlm.chat(CHAT, response_format=form, **how)
             assert len(reply.tokens) < 30
             said = [*CHAT, {"role": "assistant", "content": reply.text}, turn("Go on.")]
             assert (

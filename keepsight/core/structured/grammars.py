@@ -193,17 +193,19 @@ class Constraint(LogitsProcessor):
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else tokens
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that have to follow, at most so many."""
+        """The tokens that have to follow, at most so many, and not the last one of all: nothing
+        is computed behind it."""
         found: list[int] = []
         while len(found) < min(most, MOST_FORCED) and not self._matcher.is_stopped():
             ahead = self._matcher.compute_ff_tokens()[:1]  # its end may change with what follows
             if not ahead or not self._matcher.consume_token(ahead[0]):
                 break
             found += ahead
-        if found and not self._matcher.is_error():
-            self._matcher.rollback(len(found))
         refuse_errors(self._matcher, self._place)
-        return found
+        ends = self._matcher.is_stopped()
+        if found:
+            self._matcher.rollback(len(found))
+        return found[:-1] if ends else found
 
 
 def refuse_errors(matcher: Any, place: str) -> None:
