@@ -8,10 +8,12 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   ├── ImageError                     one image: not an image, truncated, absurd size or dtype
     │   │   └── MediaChanged               a file changed between being named and being encoded
     │   ├── MessagesError                  the shape of a conversation
+    │   ├── GrammarError                   a form of answers that no grammar expresses, or a bad one
     │   ├── PlaceholderMismatch            more images than placeholders, or the reverse
     │   ├── PinsFull                       more pinned than a quota or a budget has room for
     │   ├── PromptTooLong                  longer than the model's context
     │   └── UnsupportedInput               understood, but impossible here, such as video
+    ├── UnfinishedAnswer (ValueError)      an answer that was cut before its form was complete
     ├── UnknownOption (TypeError)          an unknown keyword; suggests the nearest one
     ├── FileError (ValueError)             a `.sight` or `.keep` file
     │   ├── NotKeepsightFile               not one of ours, or truncated before its header
@@ -73,6 +75,14 @@ class MessagesError(InputError):
     """The conversation has the wrong shape."""
 
 
+class GrammarError(InputError):
+    """A form of answers cannot be enforced. `place` is the caller's name for it."""
+
+    def __init__(self, place: str, why: str) -> None:
+        self.place = place
+        super().__init__(f"{place}: {why}")
+
+
 class PlaceholderMismatch(InputError):
     """The number of images does not match the number of placeholders."""
 
@@ -103,6 +113,10 @@ class PromptTooLong(InputError):
 
 class UnsupportedInput(InputError):
     """The input is understood, but cannot be served here."""
+
+
+class UnfinishedAnswer(KeepsightError, ValueError):
+    """An answer was cut before its form was complete."""
 
 
 class UnknownOption(KeepsightError, TypeError):

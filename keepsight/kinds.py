@@ -50,6 +50,7 @@ class Answering(TypedDict, total=False):
     top_k: int | None
     seed: int | None
     stop: str | list[str] | None
+    response_format: Any
     tenant: str | None
     tools: list[Record] | None
     template_kwargs: Options | None

@@ -8,13 +8,17 @@ from where, or that it was computed, and why (law 6: no silent miss).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.system import html
+
+# Reads an answer of an asked-for form: from its text, and why it ended.
+Reads = Callable[[str, str], Any]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Usage:
     images_reused: int = 0
     drafted_tokens: int = 0  # tokens guessed from earlier text and checked several in one pass
     accepted_tokens: int = 0  # how many of these were right
+    forced_tokens: int = 0  # read several in one pass, where a grammar left no choice
 
     @property
     def total_tokens(self) -> int:
@@ -150,6 +155,13 @@ class Reply:
     report: Report
     tokens: list[int]
     finish_reason: str  # "stop" or "length"
+    reads: Reads | None = field(default=None, repr=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as a value, if it has a `response_format`: an instance of a pydantic class,
+        JSON, or a text; else None. An answer that was cut is an `UnfinishedAnswer`."""
+        return None if self.reads is None else self.reads(self.text, self.finish_reason)
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Reply:
@@ -161,7 +173,8 @@ class Reply:
             last = piece
         if last is None or last.usage is None or last.report is None:
             raise InputError("nothing was generated")
-        return cls(text, last.usage, last.report, tokens, last.finish_reason or "stop")
+        reason = last.finish_reason or "stop"
+        return cls(text, last.usage, last.report, tokens, reason, last.reads)
 
     def __str__(self) -> str:
         return self.text
@@ -183,6 +196,7 @@ class Piece:
     usage: Usage | None = None
     report: Report | None = None
     finish_reason: str | None = None
+    reads: Reads | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return self.text

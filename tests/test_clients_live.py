@@ -31,6 +31,8 @@ PYTHON = {
     "langchain_client": ["langchain", "langchain-openai"],
     "litellm_client": ["litellm", "mcp"],
     "pydantic_ai_client": ["pydantic-ai-slim[openai]"],
+    "instructor_client": ["instructor"],
+    "outlines_client": ["outlines[openai]", "pillow"],
     "smolagents_client": ["smolagents[openai]", "pillow"],
     "llama_index_client": ["llama-index-llms-openai", "llama-index-llms-openai-like"],
     "guidellm_client": ["guidellm[vision]"],

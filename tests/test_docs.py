@@ -59,7 +59,7 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         claims = re.findall(r"^\s*print\(.*# -> (.*)$", block, re.MULTILINE)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(block, page, "exec"), world)
+            exec(compile(block, page, "exec", dont_inherit=True), world)
         printed = out.getvalue().splitlines()
         for claim in claims:
             assert claim.strip() in printed, f"{page}: expected {claim!r} among {printed}"

@@ -103,7 +103,6 @@ def answer(**more: Any) -> dict[str, Any]:
 
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
-HINT = "tools[0].function.strict"
 # What is sent, and what of it is named as not used.
 TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     # OpenAI's own, chat
@@ -136,7 +135,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
         "store, metadata, verbosity, service_tier",
     ),
     "openai: effort": (chat(reasoning_effort="low"), "reasoning_effort"),
-    "openai: strict tool": (chat(tools=[STRICT], tool_choice="auto"), HINT),
+    "openai: strict tool": (chat(tools=[STRICT], tool_choice="auto"), ""),
     "openai: parsed arguments": (
         chat(
             USER,
@@ -148,7 +147,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
             TOLD,
             tools=[STRICT],
         ),
-        HINT,
+        "",
     ),
     # OpenAI's own, responses
     "openai: response": (responses(metadata={"run": "1"}, store=True), ""),
@@ -176,7 +175,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         "",
     ),
-    "langchain: tools": (chat(USER, CALLED, TOLD, tools=[STRICT], seed=1), HINT),
+    "langchain: tools": (chat(USER, CALLED, TOLD, tools=[STRICT], seed=1), ""),
     "langchain: responses": (
         responses(
             {"content": "Answer.", "role": "system", "type": "message"},
@@ -224,7 +223,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
             parallel_tool_calls=True,
             **STREAMED,
         ),
-        HINT,
+        "",
     ),
     "pydantic-ai: responses": (
         responses(
@@ -238,12 +237,12 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
             tools=[FLAT],
             tool_choice="auto",
         ),
-        "tools[0].strict",
+        "",
     ),
     # openai-agents
     "openai-agents": (
         chat({"content": "Answer.", "role": "system"}, USER, CALLED, TOLD, tools=[STRICT]),
-        HINT,
+        "",
     ),
     "openai-agents: responses": (
         responses(
@@ -258,7 +257,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
             store=True,
             tools=[FLAT],
         ),
-        "tools[0].strict, reasoning.effort",
+        "reasoning.effort",
     ),
     # smolagents, Hugging Face
     "smolagents": (
@@ -469,7 +468,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
                 {"type": "custom", "name": "a"},
             ]
         ),
-        "tools[0], tools[1].strict, tools[2], tools[3], tools[4]",
+        "tools[0], tools[2], tools[3], tools[4]",
     ),
     "openai: what hosted tools did": (
         responses(
@@ -485,40 +484,46 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a speaker": (chat({**USER, "name": "ann"}), "messages[0].name"),
     "a typo": (chat(tempature=1), "tempature"),
 }  # fmt: skip
-# What constrains an answer, and the field that is refused.
+FORMED = {"type": "json_schema", "json_schema": SCHEMA}
+LOOKS = {"type": "function", "function": {"name": "look"}}
+NEAR = {**LOOK, "parameters": {**LOOK["parameters"], "properties": {"where": {"enum": ["near"]}}}}
+FLAT_TOOLS = [{"type": "function", **NEAR}]
+TOOLS = [{"type": "function", "function": NEAR}, {"type": "function", "function": {"name": "no"}}]
+# What constrains an answer, and the answer: a text, or the name of a called tool.
+FORCED: dict[str, tuple[dict[str, Any], str]] = {
+    "langchain: structured output": (chat(response_format=FORMED), "{}"),
+    "langchain: any tool": (chat(tools=TOOLS[:1], tool_choice="required"), "look"),
+    "smolagents: forced": (chat(tools=TOOLS[:1], tool_choice="required"), "look"),
+    "instructor": (chat(tools=TOOLS, tool_choice=LOOKS), "look"),
+    "browser-use: output": (chat(response_format=FORMED, temperature=0.2), "{}"),
+    "vllm: guided": (chat(guided_json=SCHEMA["schema"]), "{}"),
+    "vllm: guided choice": (chat(guided_choice=["ring"]), "ring"),
+    "vllm: guided expression": (chat(guided_regex="r[i]ng"), "ring"),
+    "vllm: guided grammar": (chat(guided_grammar='start: "ring"'), "ring"),
+    "vllm: structured": (chat(structured_outputs={"regex": "a"}), "a"),
+    "llama.cpp: grammar": (chat(grammar='root ::= [r] "ing"'), "ring"),
+    "llama.cpp: schema": (chat(json_schema=SCHEMA["schema"]), "{}"),
+    "sglang: expression": (chat(regex="ring"), "ring"),
+    "sglang: grammar": (chat(ebnf='root ::= "ring"'), "ring"),
+    "ollama: format": (chat(format={"const": "ring"}), '"ring"'),
+    "openai: output": (responses(text={"format": {"type": "json_schema", **SCHEMA}}), "{}"),
+    "openai: a forced tool": (responses(tools=FLAT_TOOLS, tool_choice="required"), "look"),
+    "openai: a named tool": (
+        responses(tools=FLAT_TOOLS, tool_choice={"type": "function", "name": "look"}),
+        "look",
+    ),
+}  # fmt: skip
+# What cannot be done, and the field that is refused.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "langchain: structured output": (
-        chat(response_format={"type": "json_schema", "json_schema": SCHEMA}),
-        "response_format",
-    ),
-    "langchain: any tool": (chat(tools=[STRICT], tool_choice="required"), "tool_choice"),
-    "smolagents: forced": (chat(tools=[TOOL], tool_choice="required"), "tool_choice"),
-    "instructor": (
-        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "look"}}),
-        "tool_choice",
-    ),
-    "browser-use: output": (
-        chat(response_format={"type": "json_schema", "json_schema": SCHEMA}, temperature=0.2),
-        "response_format",
-    ),
-    "vllm: guided": (chat(guided_json={"type": "object"}), "guided_json"),
-    "vllm: structured": (chat(structured_outputs={"regex": "a"}), "structured_outputs"),
     "vllm: allowed": (chat(allowed_token_ids=[1]), "allowed_token_ids"),
     "vllm: beams": (chat(use_beam_search=True), "use_beam_search"),
     "vllm: best of": (chat(best_of=2), "best_of"),
     "vllm: cut": (chat(truncate_prompt_tokens=9), "truncate_prompt_tokens"),
     "vllm: template": (chat(chat_template="{{ messages }}"), "chat_template"),
-    "llama.cpp: grammar": (chat(grammar="root ::= [a-z]"), "grammar"),
-    "llama.cpp: schema": (chat(json_schema={"type": "object"}), "json_schema"),
-    "ollama: format": (chat(format="json"), "format"),
     "openai: many": (chat(n=9), "n"),
     "openai: sound": (chat(modalities=["text", "audio"]), "modalities"),
     "openai: functions": (chat(functions=[LOOK]), "functions"),
     "openai: search": (chat(web_search_options={}), "web_search_options"),
-    "openai: output": (
-        responses(text={"format": {"type": "json_schema", **SCHEMA}}),
-        "text.format",
-    ),
     "openai: background": (responses(background=True), "background"),
     "openai: a conversation": (responses(conversation="conv_1"), "conversation"),
     "openai: a call that was": (answer(function_call={"name": "a", "arguments": "{}"}),
@@ -568,8 +573,24 @@ def test_what_constrains_nothing_is_answered(server: Live, what: str) -> None:
     assert headers.get("x-keepsight-unused", "") == unused
 
 
+@pytest.mark.parametrize("what", FORCED)
+def test_what_constrains_an_answer_is_honoured(server: Live, what: str) -> None:
+    body, wanted = FORCED[what]
+    limit = "max_output_tokens" if "input" in body else "max_tokens"
+    status, answer, headers = sent(server, {**body, limit: 90})
+    assert status == 200 and "x-keepsight-unused" not in headers, answer
+    if "choices" in answer:
+        message = answer["choices"][0]["message"]
+        calls = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        found = [message["content"]] if message["content"] else calls
+    else:
+        items = answer["output"]
+        found = [one.get("name") or one["content"][0]["text"] for one in items]
+    assert found[0] == wanted, answer
+
+
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_constrains_an_answer_is_refused(server: Live, what: str) -> None:
+def test_what_cannot_be_done_is_refused(server: Live, what: str) -> None:
     body, param = REFUSED[what]
     status, answer, _ = sent(server, body)
     assert status == 400 and answer["error"]["param"] == param, answer

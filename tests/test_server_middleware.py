@@ -96,7 +96,8 @@ def user(content: Any) -> dict[str, Any]:
         ({**user("x"), "top_logprobs": 2}, "top_logprobs"),
         ({**user("x"), "logit_bias": {"9999": 1}}, "logit_bias"),
         ({**user("x"), "functions": [{}]}, "functions"),
-        ({**user("x"), "response_format": {"type": "json_object"}}, "response_format"),
+        ({**user("x"), "response_format": {"type": "json_schema"}}, "response_format"),
+        ({**user("x"), "response_format": {"type": "xml"}}, "response_format.type"),
         ({**user("x"), "modalities": ["audio"]}, "modalities"),
         ({**user("x"), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({**user("x"), "stream_options": {"include_usage": True}}, "stream_options"),
@@ -840,11 +841,13 @@ def test_thinking_and_calls_come_apart(thinker: Any) -> None:
         assert [d["tool_calls"][0]["function"] for d in deltas if "tool_calls" in d] == [call]
         none = server.chat({**body, "tool_choice": "none"})[1]["choices"][0]
         assert "tool_calls" not in none["message"] and "tools" not in script.asked[-1][1]
-        assert refusal(server.chat({**body, "tool_choice": "required"}))["param"] == "tool_choice"
+        forced = server.chat({**body, "tool_choice": "required"})
+        assert forced[0] == 200 and script.asked[-1][1]["response_format"].kind == "calls"
         strict = json.loads(json.dumps(TOOLS))
         strict[0]["function"]["strict"] = True
-        hinted = server.chat({**body, "tools": strict})
-        assert hinted[2]["x-keepsight-unused"] == "tools[0].function.strict"
+        bound = server.chat({**body, "tools": strict})
+        assert "x-keepsight-unused" not in bound[2]
+        assert script.asked[-1][1]["response_format"].kind == "calls"
         assert script.asked[-1][1]["tools"] == TOOLS  # the template is not told of it
         flat = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
         asked_for = {"model": "demo", "input": "x", "tools": flat}

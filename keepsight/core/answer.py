@@ -35,7 +35,8 @@ def asked(
     check_length(runtime.model, len(order.prompt))
     seq.prompt, seq.current, seq.tokenizer = order.prompt, order.current, tokenizer
     if answers:
-        seq.options, seq.default_tokens = call.decoding, DEFAULT_CHAT_TOKENS
+        seq.options = {**call.decoding, **runtime.grammar(call.decoding, seq.prompt)}
+        seq.default_tokens = DEFAULT_CHAT_TOKENS
         with runtime.lock.beside():
             runtime.engine.choose(seq)
     return seq

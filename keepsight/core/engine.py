@@ -178,12 +178,16 @@ class Engine:
         if logits is None:
             raise KeepsightError("a decoded token came back without logits")
         guessed, right = segment.ids[1:].tolist(), 0
-        for row in range(count):
-            token, over = self._take(seq, logits[row : row + 1])
-            if over or row == len(guessed) or token != guessed[row]:
+        unread = count - len(logits)  # tokens that were forced: nobody reads the logits before them
+        for spot in range(count):
+            row = logits[spot - unread : spot - unread + 1] if spot >= unread else None
+            token, over = self._take(seq, row, *guessed[spot : spot + 1])
+            if over or spot == len(guessed) or token != guessed[spot]:
                 break
             right += 1
-        if seq.guesses is not None:
+        if segment.forced:
+            seq.tally.forced_tokens += right
+        elif seq.guesses is not None:
             seq.guesses.checked(len(guessed), right, seconds)
         if right < len(guessed) and seq.lane is not None:
             seq.lane.rewind(seq.lane.length - (len(guessed) - right))
@@ -228,11 +232,14 @@ class Engine:
         if over:
             self._finish(seq)
 
-    def _take(self, seq: Sequence, logits: torch.Tensor) -> tuple[int, bool]:
-        """Choose a token and hand out its text; whether it ends the answer."""
+    def _take(
+        self, seq: Sequence, logits: torch.Tensor | None, forced: int = 0
+    ) -> tuple[int, bool]:
+        """Choose a token, or take a forced one where there are no logits, and hand out its text;
+        whether it ends the answer."""
         if seq.sampler is None:
             raise KeepsightError("this sequence was begun without sampling")
-        token = seq.sampler.take(logits)
+        token = seq.sampler.accept(forced) if logits is None else seq.sampler.take(logits)
         seq.generated.append(token)
         if "first_token" not in seq.milliseconds:
             seq.milliseconds["first_token"] = 1e3 * (time.perf_counter() - seq.asked)
@@ -255,11 +262,8 @@ class Engine:
         decoding = [seq for seq in able if not seq.reading]
         chosen: Chosen = []
         for seq in decoding:
-            guess = []
-            if seq.guesses is not None and len(decoding) == len(able) == 1:
-                guess = seq.guesses.next(seq.generated)
             with self._guarded(seq):
-                chosen.append((seq, self._tokens(seq, guess)))
+                chosen.append((seq, self._tokens(seq, len(decoding) == len(able) == 1)))
         room = self.piece if decoding else self.longest_pass
         towers, begun = self.towers, list[Sequence]()
         for seq in sorted(able, key=_rank):
@@ -309,14 +313,28 @@ class Engine:
         first = min(running, key=lambda one: one.served, default=None)
         return [seq for seq in running if first is not None and seq.kernels is first.kernels]
 
-    def _tokens(self, seq: Sequence, guess: list[int]) -> Stretch:
-        """The last chosen token, and guesses behind it."""
-        if seq.lane is None:
+    def _tokens(self, seq: Sequence, alone: bool) -> Stretch:
+        """The last chosen token, and those behind it that are forced, or guesses if it is alone."""
+        if seq.lane is None or seq.sampler is None:
             raise KeepsightError("this sequence has no lane")
-        start = seq.done
+        start, guess = seq.done, self._forced(seq)
+        forced = bool(guess)
+        if not guess and alone and seq.guesses is not None:
+            guess = seq.sampler.fitting(seq.guesses.next(seq.generated))
         ids = np.array([*seq.generated[start - len(seq.prompt) :], *guess], dtype=np.int64)
         positions = seq.positions(start, start + len(ids))
-        return Stretch(seq.lane, seq.prompt, ids, positions, len(ids))
+        rows = 1 if forced and not seq.sampler.sampler.reads_all else len(ids)
+        return Stretch(seq.lane, seq.prompt, ids, positions, rows, forced=forced)
+
+    def _forced(self, seq: Sequence) -> list[int]:
+        """Tokens about which a grammar leaves no choice: one pass reads them all. States of fixed
+        size cannot be rewound, so nothing else may end the answer amid them there."""
+        sampler, family = seq.sampler, self._family
+        if sampler is None or seq.alone or not family.decodes_as_prefilled:
+            return []
+        if family.step_inputs(1, seq.done + 1) or (self.shape.has_states and sampler.may_end_early):
+            return []
+        return sampler.forced()
 
     def _next_piece(self, seq: Sequence, room: int, begun: list[Sequence]) -> Stretch | None:
         """The next piece of a prompt; None if it waits in this step, or its tower ran instead."""

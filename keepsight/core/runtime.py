@@ -24,9 +24,12 @@ from keepsight.core.settings import (
     image_options,
     refuse_stretching_rope,
 )
+from keepsight.core.structured.formats import wanted
+from keepsight.core.structured.grammars import Grammars
+from keepsight.core.structured.thoughts import may_open, opened
 from keepsight.core.trials.any_cut import AnyCut
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
-from keepsight.kinds import Message, Processor, Record
+from keepsight.kinds import Message, Options, Processor, Record
 from keepsight.media.caches import MediaCaches
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
@@ -115,6 +118,7 @@ class Runtime:
         self._compiled.gather()
         refuse_shared_scales(model)
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
+        self._grammars: Grammars | None = None
         self._made_of: tuple[tuple[object, ...], str] = ((), "")  # state last seen, its digest
         # By namespace, to explain why a path is missing.
         self.made_under: dict[str, SnapshotOrigin] = {}
@@ -170,6 +174,19 @@ class Runtime:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, or an error that says none was given."""
         return self.needed_processor().tokenizer
+
+    def grammar(self, options: Options, prompt: Prompt) -> Options:
+        """The form of an answer that some options ask for, compiled; nothing if there is none."""
+        form = wanted(options.get("response_format"))
+        if form is None:
+            return {"response_format": None} if "response_format" in options else {}
+        tokenizer, renderer = self.tokenizer(), self.renderer
+        if self._grammars is None:
+            self._grammars = Grammars(tokenizer, *_logits_of(self.model))
+        end = prompt.ids[-32:].tolist()
+        may = renderer is not None and may_open(tokenizer, renderer.template, end)
+        grammar = self._grammars.compiled(form, may, opened(tokenizer, end))
+        return {"response_format": grammar}
 
     def render(
         self, messages: list[Message], call: Call, generate: bool = True, name: Name | None = None
@@ -397,6 +414,13 @@ class Runtime:
         """Raise AssertionError if bytes are miscounted or an invariant of the tree is broken."""
         self.tree.check()
         self.caches.check()
+
+
+def _logits_of(model: PreTrainedModel) -> tuple[int, tuple[int, ...]]:
+    """How many logits a model gives, and the tokens that end its answers."""
+    given = model.generation_config.eos_token_id
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    return int(model.config.get_text_config().vocab_size), tuple(ends)
 
 
 def _stats_of(store: Store | None) -> Record | None:

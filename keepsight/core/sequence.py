@@ -20,6 +20,7 @@ from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler
 from keepsight.core.decoding.state import Lane
 from keepsight.core.explain import CHANGED, Findings, Origin, explain
 from keepsight.core.kernels.passes import Kernels
+from keepsight.core.structured.grammars import Grammar
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
@@ -161,7 +162,9 @@ class Sequence:
             reason = "stop" if self.detokenizer.stopped else reason
         if self.cancelled:
             reason = "cancelled"
-        return Piece(rest, None, self.usage(), self.report(), reason)
+        grammar = (self.options or {}).get("response_format")
+        reads = grammar.read if isinstance(grammar, Grammar) else None
+        return Piece(rest, None, self.usage(), self.report(), reason, reads)
 
     def usage(self) -> Usage:
         """Counts so far."""

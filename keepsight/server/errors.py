@@ -16,6 +16,7 @@ from keepsight.errors import (
     Busy,
     Closed,
     FileError,
+    GrammarError,
     ImageError,
     InputError,
     KeepsightError,
@@ -123,6 +124,8 @@ _CODES: tuple[tuple[type[KeepsightError], str], ...] = (
 
 
 def _param(error: BaseException) -> str | None:
+    if isinstance(error, GrammarError):
+        return error.place
     return "messages" if isinstance(error, ImageError | PromptTooLong | FileError) else None
 
 

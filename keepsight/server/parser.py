@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-THINK, THINK_END = "<think>", "</think>"
+from keepsight.core.structured.thoughts import THINK, THINK_END
+from keepsight.kinds import Record
+
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_NUMBER = re.compile(r"-?\d[\d.]*")
+_DEEP = 8  # references and unions within each other that are followed
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
@@ -31,11 +35,18 @@ class OutputPiece:
 class OutputParser:
     """Parses one answer."""
 
-    def __init__(self, thinking: bool, thinks: bool, tools: bool) -> None:
+    def __init__(
+        self,
+        thinking: bool,
+        thinks: bool,
+        tools: bool,
+        parameters: Mapping[str, Record] | None = None,
+    ) -> None:
         """`thinking`: the template already opened a thought. `thinks`, `tools`: what to look
-        for."""
+        for. `parameters`: the schemas of arguments, by the names of tools."""
         self._in = "thought" if thinking else "text"
         self._thinks, self._tools = thinks or thinking, tools
+        self._parameters = parameters or {}
         self._held = ""
         self._fresh = True  # only spaces so far: a thought may begin here
         self._after_thought = False  # empty lines after a thought are dropped
@@ -58,7 +69,7 @@ class OutputParser:
         """The rest; an unfinished call is text, because it cannot be run."""
         rest, self._held = self._held, ""
         if self._in == "call":
-            call = read_call(rest.removesuffix(CALL_END))
+            call = read_call(rest.removesuffix(CALL_END), self._parameters)
             if call is not None:
                 yield call
                 return
@@ -70,7 +81,7 @@ class OutputParser:
         if self._in == "call":
             inside, end, rest = self._held.partition(CALL_END)
             if end:
-                call = read_call(inside)
+                call = read_call(inside, self._parameters)
                 self._held, self._in = rest, "text"
                 self._after_thought = call is not None
                 yield call or OutputPiece("text", CALL + inside + CALL_END)
@@ -124,13 +135,13 @@ def arguments_of(text: str) -> object:
     return arguments if isinstance(arguments, dict) else text
 
 
-def read_call(text: str) -> OutputPiece | None:
+def read_call(text: str, parameters: Mapping[str, Record]) -> OutputPiece | None:
     """Parse a call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None if it is
     neither."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
-        return _tagged(text)
+        return _tagged(text, parameters)
     if not isinstance(record, dict) or not isinstance(record.get("name"), str):
         return None
     arguments = record.get("arguments", record.get("parameters", {}))
@@ -139,22 +150,82 @@ def read_call(text: str) -> OutputPiece | None:
     return OutputPiece("call", arguments, record["name"], new_call_id())
 
 
-def _tagged(text: str) -> OutputPiece | None:
+def _tagged(text: str, parameters: Mapping[str, Record]) -> OutputPiece | None:
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return None
-    arguments = {name: _value(value) for name, value in _PARAMETER.findall(found[2])}
+    known = parameters.get(found[1], {})
+    properties = known.get("properties")
+    schemas = properties if isinstance(properties, dict) else {}
+    arguments = {
+        name: _value(value, types_of(schemas[name], known) if name in schemas else None)
+        for name, value in _PARAMETER.findall(found[2])
+    }
     return OutputPiece("call", json.dumps(arguments, ensure_ascii=False), found[1], new_call_id())
 
 
-def _value(text: str) -> object:
-    """A tagged value: JSON if it is written as such, otherwise text."""
-    if text[:1] in "[{" or text in ("true", "false", "null") or re.fullmatch(r"-?\d[\d.]*", text):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-    return text
+def _value(text: str, types: set[str] | None) -> object:
+    """A tagged value: JSON if its schema wants some, or without a schema if it looks like it;
+    otherwise text."""
+    looks = text[:1] in "[{" or text in ("true", "false", "null") or _NUMBER.fullmatch(text)
+    if types == {"string"} or (types is None and not looks):
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if types is None or types_of({"const": value}, {}) & types else text
+
+
+_NAMES: dict[type, set[str]] = {
+    str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"},
+    list: {"array"}, dict: {"object"}, type(None): {"null"},
+}  # fmt: skip
+_EVERY = frozenset(name for names in _NAMES.values() for name in names)
+
+
+def alternatives(schema: object, root: Record) -> Iterator[Record]:
+    """The schemas of which a value fits one, each of one type if it says so."""
+    waiting: list[tuple[object, int]] = [(schema, 0)]
+    while waiting:
+        one, depth = waiting.pop(0)
+        if not isinstance(one, dict):
+            yield {}
+        elif isinstance(one.get("$ref"), str) and depth < _DEEP:
+            waiting.append((_referenced(one["$ref"], root), depth + 1))
+        elif depth < _DEEP and isinstance(union := one.get("anyOf", one.get("oneOf")), list):
+            waiting += [(each, depth + 1) for each in union]
+        elif isinstance(one.get("type"), list):
+            waiting += [({**one, "type": each}, depth) for each in one["type"]]
+        elif "enum" in one and isinstance(one["enum"], list) and len(_kinds(one["enum"])) > 1:
+            for kind in _kinds(one["enum"]):
+                yield {"enum": [value for value in one["enum"] if type(value) is kind]}
+        else:
+            yield one
+
+
+def types_of(schema: object, root: Record) -> set[str]:
+    """The types that a value of a schema may have."""
+    found: set[str] = set()
+    for one in alternatives(schema, root):
+        values = one.get("enum", [one["const"]] if "const" in one else None)
+        if isinstance(values, list):
+            found |= {name for kind in _kinds(values) for name in _NAMES.get(kind, set())}
+        else:
+            found |= {one["type"]} if isinstance(one.get("type"), str) else _EVERY
+    return found
+
+
+def _kinds(values: list[object]) -> list[type]:
+    return list(dict.fromkeys(map(type, values)))
+
+
+def _referenced(place: str, root: Record) -> object:
+    """What a reference names; an empty schema if it is not there."""
+    found: object = root
+    for name in place.removeprefix("#").strip("/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def new_call_id() -> str:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from keepsight import digests
 from keepsight.kinds import Options, Record
 from keepsight.server import schema
 from keepsight.server.access import Visit, body_of, body_schema, to_api_error, visit_of
 from keepsight.server.chat import scored_of
-from keepsight.server.errors import ApiError, invalid, refused
+from keepsight.server.errors import ApiError, invalid
 from keepsight.server.parser import OutputPiece
 from keepsight.server.schema import (
     CallItem,
@@ -67,7 +67,11 @@ Placed = tuple[Item, str]  # an item, and the client's name for it
 
 def in_its_words(problem: ApiError) -> ApiError:
     """A refusal of the chat API, with this API's names for fields."""
-    names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+    names = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
     given = problem.param or ""
     name = names.get(given, given.replace(".function.", "."))
     if name != given:
@@ -91,8 +95,6 @@ def as_chat(
     longer than the body, with all references resolved."""
     items = items_of(body) if items is None else items
     unused = Unused() if unused is None else unused
-    if body.text is not None and body.text.format and body.text.format.type != "text":
-        raise refused("text.format", "only {'type': 'text'} can be honoured here")
     scored = _SCORED in (body.include or ())
     if body.top_logprobs and not scored:
         raise invalid("top_logprobs", f"it needs include: ['{_SCORED}']")
@@ -104,6 +106,7 @@ def as_chat(
             "messages": _messages(body, _used(items, unused)),
             "tools": list(_tools(body, unused)) or None,
             "tool_choice": body.tool_choice,
+            "response_format": body.text.format if body.text is not None else None,
             "max_completion_tokens": body.max_output_tokens,
             "logprobs": True if scored else None,
             "top_logprobs": body.top_logprobs if scored else None,
@@ -133,9 +136,7 @@ def _tools(body: schema.ResponsesRequest, unused: Unused) -> Iterator[schema.Too
         if isinstance(tool, schema.HostedTool):
             schema.name_hosted(tool, f"tools[{number}]", unused)
             continue
-        if tool.strict:
-            unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
-        fields = tool.model_dump(exclude={"type", "strict"})
+        fields = tool.model_dump(exclude={"type"})
         yield schema.Tool(type="function", function=schema.Function(**fields))
 
 
@@ -689,8 +690,8 @@ class ResponseWriter:
             "service_tier": "default",
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+            "text": {"format": _dumped(body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": _dumped(body.tool_choice) or "auto",
             "tools": [
                 t.model_dump() for t in body.tools or [] if isinstance(t, schema.FunctionTool)
             ],
@@ -716,6 +717,11 @@ class ResponseWriter:
         if self._body.keepsight is not None and self._body.keepsight.report:
             made["keepsight"] = {"report": report_of(end.report)}
         return made
+
+
+def _dumped(given: BaseModel | str | None) -> object:
+    """A part of the request, as it was sent."""
+    return given.model_dump(exclude_unset=True) if isinstance(given, BaseModel) else given
 
 
 def _content(kind: str, text: str, scored: list[Record]) -> Record:

@@ -305,7 +305,7 @@ class NamedFunction(Inner):
 
 
 class ForcedChoice(Inner):
-    """A forced choice of a tool, in the form of either API; it is known, and refused by name."""
+    """A forced choice of a tool, in the form of either API."""
 
     type: Literal["function"]
     function: NamedFunction | None = None
@@ -464,10 +464,8 @@ Item = Annotated[
 # What would change an answer and is not possible here, under all names that servers use.
 _CONSTRAINING: dict[str, str] = {
     **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
-         "structured_outputs", "grammar", "json_schema", "regex", "ebnf", "format",
-         "allowed_token_ids", "bad_words", "logits_processors"),
-        "tokens cannot be constrained here",
+        ("guided_decoding", "allowed_token_ids", "bad_words", "logits_processors"),
+        "tokens cannot be constrained in this way; see response_format",
     ),
     "use_beam_search": "beams are not decoded here",
     "best_of": "of several answers all are given; see n",
@@ -583,16 +581,33 @@ class StreamOptions(Inner):
     continuous_usage_stats: bool | None = None
 
 
-class Format(Inner):
-    """The one format of answers without constraints."""
+class ResponseFormat(Inner):
+    """The form of an answer: what is beside its type is checked where the form is read."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar"]
+
+
+class Forms(BaseModel):
+    """The form of an answer in the fields of vLLM, SGLang, llama.cpp and Ollama."""
+
+    structured_outputs: dict[str, object] | None = None
+    guided_json: object = None
+    guided_regex: Text | None = None
+    guided_choice: list[object] | None = None
+    guided_grammar: Text | None = None
+    json_schema: object = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    grammar: Text | None = None
+    format: object = None
 
 
 class TextSettings(Inner):
     """Settings of text."""
 
-    format: Format | None = None
+    format: ResponseFormat | None = None
     verbosity: object = None
 
 
@@ -626,7 +641,7 @@ class PromptOptions(Body):
     enable_thinking: bool | None = None
 
 
-class AnswerOptions(PromptOptions):
+class AnswerOptions(PromptOptions, Forms):
     """Fields of both APIs: how tokens are chosen, and how an answer is sent."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
@@ -705,7 +720,7 @@ class ChatRequest(Rendering, AnswerOptions):
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
     tool_choice: ToolChoice | None = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
 

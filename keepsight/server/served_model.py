@@ -10,10 +10,12 @@ import re
 import time
 from typing import TYPE_CHECKING
 
+from keepsight.core.structured import thoughts
 from keepsight.kinds import Record
 from keepsight.server.errors import ApiError, invalid, refused
+from keepsight.server.forms import CallSyntax
 from keepsight.server.media import ImageSizes
-from keepsight.server.parser import CALL, THINK, THINK_END
+from keepsight.server.parser import CALL, CALL_END
 from keepsight.server.schema import Rendering, Unused, is_empty
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ _RESERVED = {
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "name",
     "processor_kwargs",
 }  # fmt: skip
-_END = 16  # tokens that may hold the mark of a thought
 
 
 class ServedModel:
@@ -39,9 +40,12 @@ class ServedModel:
         renderer = vlm.runtime.renderer
         self.template = renderer.template if renderer is not None else ""
         self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
-        self.thinks = THINK in self.template or THINK_END in self.template
+        self.thinks = thoughts.thinks(self.template)
         self.tools = re.search(r"\btools\b", self.template) is not None
         self.calls_readable = CALL in self.template
+        added = self.tokenizer.added_tokens_decoder.values()
+        own = {CALL, CALL_END} & {token.content for token in added}
+        self.calls = CallSyntax("<function=" in self.template, frozenset(own))
         self.ends = _ends(vlm.model.generation_config.eos_token_id)
         self.sizes = ImageSizes(
             getattr(vlm.runtime.processor, "image_processor", None), vlm.runtime.image_options
@@ -108,8 +112,7 @@ class ServedModel:
         """Whether a prompt ends within a thought that the template has opened."""
         if not self.thinks:
             return False
-        end: str = self.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
-        return end.rstrip().endswith(THINK)
+        return thoughts.opened(self.tokenizer, prompt)
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """A token alone as text, and its bytes; None if it is part of a character."""

@@ -22,6 +22,7 @@ from keepsight.server.access import BodyIntake, Caller, Callers, Visit
 from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files, contents_for
+from keepsight.server.forms import form_of
 from keepsight.server.media import Bindings, MessageReader, waits
 from keepsight.server.metrics import Metrics
 from keepsight.server.responses import ResponseStore
@@ -92,9 +93,6 @@ class Service:
         for i, tool in enumerate(body.tools or ()):
             if isinstance(tool, schema.HostedTool):
                 schema.name_hosted(tool, f"tools[{i}]", unused)
-            elif tool.function.strict:
-                why = "a hint: arguments are not constrained here"
-                unused.add(f"tools[{i}].function.strict", why)
         tenant = caller.salted(body.cache_salt)
         reader = MessageReader(
             self.config,
@@ -118,6 +116,7 @@ class Service:
             most = self.config.max_choices
             raise invalid("n", f"n is {body.n}, this server gives at most {most}")
         messages, template, tenant = self._rendering(body, visit)
+        form = form_of(body, self.model.calls, visit.unused)
         notes = (_KEY_NOTE,) if body.prompt_cache_key is not None else ()
         return AnswerRequest(
             messages,
@@ -131,6 +130,7 @@ class Service:
             continued=body.continues or body.add_generation_prompt is False,
             shows_tokens=bool(body.return_token_ids),
             account=visit.who().account,
+            form=form,
         )
 
     # -- from requests to answers ----------------------------------------------------------------
@@ -223,12 +223,8 @@ def _too_long(seconds: float) -> ApiError:
 
 def _refuse(body: schema.ChatRequest) -> None:
     """Refuse the values that cannot be honoured."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise refused("response_format", "only {'type': 'text'} can be honoured here")
     if body.modalities and body.modalities != ["text"]:
         raise refused("modalities", "answers are text; expected ['text']")
-    if body.tool_choice == "required" or isinstance(body.tool_choice, schema.ForcedChoice):
-        raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
     body.check_stream_options()
 
 

@@ -20,6 +20,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from keepsight.core.structured.formats import Format
 from keepsight.core.together import Ticket, Together
 from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
@@ -49,6 +50,7 @@ class AnswerRequest:
     continued: bool = False  # the answer continues the last message
     shows_tokens: bool = False  # send each step, even without new text
     account: str | None = None  # account for fair shares; None: the tenant
+    form: Format | None = None  # what the answer has to be
 
     @property
     def whose(self) -> str | None:
@@ -100,6 +102,8 @@ class SchedulerClient:
         """Submit one choice; bad input and a full queue are refused here."""
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
+        if ask.form is not None:
+            options["response_format"] = ask.form
 
         def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
             return self.together.submit(
@@ -226,7 +230,9 @@ class AnswerStream:
         delta = Delta()
         if self._speech is None:
             opened = not self._ask.continued and self._model.opened_thought(self.prompt_ids)
-            self._speech = OutputParser(opened, self._model.thinks, self._ask.tools is not None)
+            tools = [tool["function"] for tool in self._ask.tools or ()]
+            schemas = {tool["name"]: tool.get("parameters") or {} for tool in tools}
+            self._speech = OutputParser(opened, self._model.thinks, bool(tools), schemas)
         if piece.token is not None:
             delta.tokens.append(piece.token)
             self.unpaid += 1

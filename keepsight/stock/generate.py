@@ -129,7 +129,7 @@ def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
         streamer.put(ids.cpu())
     answers = []
     for row, prompt in enumerate(asked.prompts):
-        options = dict(asked.options)
+        options = {**asked.options, **runtime.grammar(asked.options, prompt)}
         if options.get("seed") is not None:
             same = sum(prompt is other for other in asked.prompts[:row])
             options["seed"] = seed_of(options["seed"], same)  # samples of one prompt must differ

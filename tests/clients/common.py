@@ -26,6 +26,18 @@ TOOL: dict[str, Any] = {
 }
 
 
+# What an answer has to be: of a few words, so that a small model comes to its end.
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+        "sides": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
+    "required": ["colour", "sides"],
+    "additionalProperties": False,
+}
+
+
 def check(truth: object, what: str) -> None:
     """End the script where something is not so; `python -O` changes nothing."""
     if not truth:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from common import PICTURE, QUESTION, URL, check
+from typing import Literal
+
+from common import PICTURE, QUESTION, SCHEMA, URL, check
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
 
 
 @tool
@@ -39,6 +42,31 @@ def chat(model: ChatOpenAI, what: str) -> None:
     model.invoke([HumanMessage(content=[*standard, {"type": "text", "text": QUESTION}])])
 
 
+class Shape(BaseModel):
+    """A shape in a picture."""
+
+    colour: Literal["red", "green", "blue"]
+    sides: int = Field(ge=0, le=9)
+
+
+@tool
+def describe(colour: Literal["red", "green", "blue"]) -> str:
+    """Describe the shape."""
+    return colour
+
+
+def structured(model: ChatOpenAI, what: str) -> None:
+    for method in ("json_schema", "function_calling"):
+        found = model.with_structured_output(Shape, method=method).invoke([asked()])
+        check(isinstance(found, Shape), f"{what}: structured output by {method}")
+    found = model.with_structured_output(SCHEMA | {"title": "shape"}).invoke([asked()])
+    check(found["colour"] in ("red", "green", "blue"), f"{what}: a plain schema")
+    [first, *_] = model.bind_tools([describe], tool_choice="any").invoke([asked()]).tool_calls
+    check(first["args"]["colour"] in ("red", "green", "blue"), f"{what}: any tool")
+    named = model.bind_tools([describe], tool_choice="describe").invoke([asked()])
+    check(named.tool_calls[0]["name"] == "describe", f"{what}: a named tool")
+
+
 def options(**more: object) -> dict:
     return {
         "model": "demo",
@@ -54,6 +82,8 @@ def options(**more: object) -> dict:
 chat(ChatOpenAI(**options(temperature=0, seed=1)), "chat")
 chat(ChatOpenAI(**options(use_responses_api=True)), "responses")
 chat(ChatOpenAI(**options(use_responses_api=True, use_previous_response_id=True)), "kept responses")
+structured(ChatOpenAI(**options(max_tokens=200)), "chat")
+structured(ChatOpenAI(**options(max_tokens=200, use_responses_api=True)), "responses")
 ChatOpenAI(**options(reasoning_effort="low", metadata={"a": "b"}, store=True)).invoke("Hello!")
 agent = create_agent(ChatOpenAI(**options()), [look])
 agent.invoke({"messages": [asked()]}, {"recursion_limit": 6})

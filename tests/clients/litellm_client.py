@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import litellm
-from common import PICTURE, QUESTION, TOOL, URL, check
+from common import PICTURE, QUESTION, SCHEMA, TOOL, URL, check
 
 litellm.telemetry = False
 litellm.suppress_debug_info = True
@@ -20,9 +22,8 @@ def complete(provider: str, messages: list, **more: object) -> object:
         api_base=URL,
         api_key="none",
         num_retries=0,
-        max_tokens=12,
         messages=messages,
-        **more,
+        **{"max_tokens": 12, **more},
     )
 
 
@@ -40,6 +41,10 @@ for provider in ("openai", "hosted_vllm", "lm_studio", "litellm_proxy"):
     check(pieces[-1].usage.completion_tokens > 0, f"{provider}: usage of a stream")
     rebuilt = litellm.stream_chunk_builder(pieces).choices[0].message
     complete(provider, [asked(), rebuilt, {"role": "user", "content": "And now?"}])
+    form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA}}
+    formed = complete(provider, [asked()], response_format=form, max_tokens=200)
+    colour = json.loads(formed.choices[0].message.content)["colour"]
+    check(colour in ("red", "green", "blue"), f"{provider}: a form")
     called = complete(provider, [asked()], tools=[TOOL], tool_choice="auto").choices[0].message
     if called.tool_calls:
         told = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "A ring."}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import openai
 from agents import (
@@ -16,6 +17,7 @@ from agents import (
 )
 from common import PICTURE, QUESTION, URL, check
 from openai.types.shared import Reasoning
+from pydantic import BaseModel, Field
 
 set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
@@ -27,8 +29,21 @@ def look(where: str) -> str:
     return "A ring."
 
 
+@function_tool
+def mark(colour: Literal["red", "green", "blue"]) -> str:
+    """Mark the shape."""
+    return colour
+
+
+class Shape(BaseModel):
+    colour: Literal["red", "green", "blue"]
+    sides: int = Field(ge=0, le=9)
+
+
 def agent(model: object, **settings: object) -> Agent:
-    chosen = ModelSettings(max_tokens=12, include_usage=True, **settings)
+    # What ends by its length is an error to this client.
+    ends = {"max_tokens": 200, "extra_body": {"stop": [".", "1"]}}
+    chosen = ModelSettings(include_usage=True, **ends, **settings)
     return Agent(
         name="seer", instructions="Answer.", model=model, tools=[look], model_settings=chosen
     )
@@ -53,6 +68,17 @@ async def main() -> None:
         async for _ in streamed.stream_events():
             pass
         check(streamed.final_output is not None, f"{kind.__name__}: a stream")
+        few = ModelSettings(max_tokens=200)
+        typed = seer.clone(tools=[], output_type=Shape, model_settings=few)
+        found = (await Runner.run(typed, asked())).final_output
+        check(isinstance(found, Shape), f"{kind.__name__}: a typed output")
+        forced = seer.clone(
+            tools=[mark],
+            tool_use_behavior="stop_on_first_tool",
+            model_settings=ModelSettings(max_tokens=200, tool_choice="required"),
+        )
+        found = (await Runner.run(forced, asked())).final_output
+        check(found in ("red", "green", "blue"), f"{kind.__name__}: a forced tool")
     model = OpenAIResponsesModel(model="demo", openai_client=client)
     seer = agent(model, reasoning=Reasoning(effort="low"), store=True, metadata={"run": "1"})
     first = await Runner.run(seer, asked())

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import openai
-from common import PICTURE, QUESTION, TOOL, URL, check
+from common import PICTURE, QUESTION, SCHEMA, TOOL, URL, check
+from pydantic import BaseModel, Field
 
 client = openai.OpenAI(
     base_url=URL, api_key="none", max_retries=0, _strict_response_validation=True
 )
+
+
+class Shape(BaseModel):
+    colour: Literal["red", "green", "blue"]
+    sides: int = Field(ge=0, le=9)
 
 
 def image_message() -> dict:
@@ -70,17 +77,70 @@ def tools() -> None:
         max_tokens=4,
     )
     check(reply.usage.prompt_tokens > 0, "a tool's result")
+
+    class Describe(Shape):
+        """Describe the shape."""
+
+    forced = client.chat.completions.parse(
+        model="demo",
+        messages=[image_message()],
+        tools=[openai.pydantic_function_tool(Describe)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+    )
+    [call] = forced.choices[0].message.tool_calls
+    check(isinstance(call.function.parsed_arguments, Describe), "a forced call, parsed")
     try:
         client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": "x"}],
             tools=[strict],
-            tool_choice="required",
+            tool_choice={"type": "function", "function": {"name": "other"}},
         )
     except openai.BadRequestError as error:
-        check(error.param == "tool_choice", "a forced call is refused by name")
+        check(error.param == "tool_choice", "a tool that is not there is refused by name")
     else:
-        check(False, "a forced call is refused by name")
+        check(False, "a tool that is not there is refused by name")
+
+
+def structured() -> None:
+    reply = client.beta.chat.completions.parse(
+        model="demo", messages=[image_message()], response_format=Shape, max_tokens=200
+    )
+    check(isinstance(reply.choices[0].message.parsed, Shape), "chat: a parsed answer")
+    form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA}}
+    plain = client.chat.completions.create(
+        model="demo", messages=[image_message()], response_format=form, max_tokens=200
+    )
+    Shape.model_validate_json(plain.choices[0].message.content)
+    with client.chat.completions.stream(
+        model="demo", messages=[image_message()], response_format=Shape, max_tokens=200
+    ) as stream:
+        for _ in stream:
+            pass
+        check(stream.get_final_completion().choices[0].message.parsed, "chat: a parsed stream")
+    content = [{"type": "input_image", "image_url": PICTURE, "detail": "auto"}]
+    asked = [{"role": "user", "content": [*content, {"type": "input_text", "text": QUESTION}]}]
+    response = client.responses.parse(
+        model="demo", input=asked, text_format=Shape, max_output_tokens=200
+    )
+    check(isinstance(response.output_parsed, Shape), "responses: a parsed answer")
+    guided = client.chat.completions.create(
+        model="demo",
+        messages=[image_message()],
+        extra_body={"structured_outputs": {"choice": ["a ring", "a star"]}},
+    )
+    check(guided.choices[0].message.content in ("a ring", "a star"), "vLLM's field")
+    try:
+        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+        client.chat.completions.create(
+            model="demo", messages=[image_message()], response_format=bad
+        )
+    except openai.BadRequestError as error:
+        check(error.param == "response_format", "what cannot be enforced is refused by name")
+    else:
+        check(False, "what cannot be enforced is refused by name")
 
 
 def responses() -> None:
@@ -128,5 +188,5 @@ def responses() -> None:
         check(stream.get_final_response().usage.output_tokens > 0, "a stream of events")
 
 
-for step in (chat, tools, responses):
+for step in (chat, tools, structured, responses):
     step()

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from typing import Literal
 
 from common import PICTURE, QUESTION, URL, check
-from pydantic_ai import Agent, BinaryContent, UsageLimits
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, BinaryContent, NativeOutput, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=URL, api_key="none")
 picture = BinaryContent(base64.b64decode(PICTURE.partition(",")[2]), media_type="image/png")
+
+
+class Shape(BaseModel):
+    colour: Literal["red", "green", "blue"]
+    sides: int = Field(ge=0, le=9)
 
 
 def look(where: str) -> str:
@@ -35,6 +42,11 @@ async def main() -> None:
             async for _ in stream.stream_output():
                 pass
         check(stream.usage.output_tokens > 0, f"{kind.__name__}: usage of a stream")
+        settings = {"max_tokens": 200, "parallel_tool_calls": False}
+        for output in (Shape, NativeOutput(Shape)):
+            agent = Agent(model, output_type=output, model_settings=settings)
+            found = await agent.run([QUESTION, picture], usage_limits=limits)
+            check(isinstance(found.output, Shape), f"{kind.__name__}: {type(output).__name__}")
 
 
 asyncio.run(main())

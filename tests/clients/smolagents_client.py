@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 
-from common import QUESTION, URL, check
+from common import QUESTION, SCHEMA, URL, check
 from PIL import Image
-from smolagents import CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
-from smolagents.utils import AgentGenerationError
+from smolagents import CodeAgent, OpenAIServerModel, tool
 
 model = OpenAIServerModel(
     model_id="demo", api_base=URL, api_key="none", client_kwargs={"max_retries": 0}, max_tokens=12
@@ -35,9 +35,25 @@ agent = CodeAgent(tools=[look], model=model, max_steps=2, verbosity_level=0)
 agent.run(QUESTION, images=[image])
 steps = [step for step in agent.memory.steps if getattr(step, "model_output", None)]
 check(steps, "an agent of code")
-try:
-    ToolCallingAgent(tools=[look], model=model, max_steps=1, verbosity_level=0).run(QUESTION)
-except AgentGenerationError as error:
-    check("tool_choice: a call cannot be forced here" in str(error), "a forced call is refused")
-else:
-    check(False, "a forced call is refused")
+
+
+@tool
+def mark(colour: str) -> str:
+    """Mark a shape.
+
+    Args:
+        colour: Its colour.
+    """
+    return colour
+
+
+mark.inputs["colour"]["enum"] = ["red", "green", "blue"]
+schema = {
+    "type": "json_schema",
+    "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True},
+}
+model.kwargs["max_tokens"] = 200
+reply = model([{"role": "user", "content": parts}], response_format=schema)
+check(json.loads(reply.content)["colour"] in ("red", "green", "blue"), "a structured answer")
+reply = model([{"role": "user", "content": parts}], tools_to_call_from=[mark])
+check(reply.tool_calls[0].function.name == "mark", "a forced call")

@@ -41,11 +41,13 @@ class DraftCounts:
 
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    forced_tokens: int = 0  # read in one pass because a grammar left no choice
 
     def add(self, other: DraftCounts) -> None:
         """Add the counts of another tally."""
         self.drafted_tokens += other.drafted_tokens
         self.accepted_tokens += other.accepted_tokens
+        self.forced_tokens += other.forced_tokens
 
 
 class EarlierAnswers:

@@ -50,6 +50,7 @@ class Stretch:
     positions: torch.Tensor  # likewise
     logits: int = 0  # how many of its last tokens need logits
     media: list[Part] = field(default_factory=list)  # features in it, by rows
+    forced: bool = False  # a grammar leaves no choice about the tokens behind the first
 
     def __post_init__(self) -> None:
         self.start = self.lane.length

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from keepsight.core.decoding.stops import StopStrings, stop_strings
+from keepsight.core.structured.grammars import Constraint, Grammar
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
 from keepsight.kinds import Options
 from keepsight.models import upstream
@@ -49,6 +50,7 @@ _OURS = (
     "stopping_criteria",
     "prefix_allowed_tokens_fn",
     "skip_special_tokens",
+    "response_format",
 )
 _ALIASES = {"max_tokens": "max_new_tokens"}
 DEFAULT_CHAT_TOKENS = 1024
@@ -66,6 +68,8 @@ class Sampler:
     max_new_tokens: int
     stop: list[str]
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
+    reads_all: bool = False  # the logits before every token are recorded, or changed by the caller
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     finish_reason: str = "length"
@@ -78,7 +82,9 @@ class Sampler:
             self.logits.append(raw)
         if self.config.output_scores:
             self.scores.append(scores)
-        if self.config.do_sample:
+        if self.constraint is not None and self.constraint.only is not None:
+            token = scores.new_full((1, 1), self.constraint.only, dtype=torch.int64)  # no choice
+        elif self.config.do_sample:
             probabilities = torch.softmax(scores, dim=-1)
             token = torch.multinomial(probabilities, 1, generator=self.generator)
         else:
@@ -88,6 +94,9 @@ class Sampler:
     def done(self, ids: torch.Tensor, count: int) -> bool:
         """Whether the sequence ends here."""
         # A caller's criterion may answer with one bool, as stock accepts.
+        if self.constraint is not None and self.constraint.over:
+            self.finish_reason = "stop"
+            return True
         kinds = [c for c in self.criteria if bool(torch.as_tensor(c(ids, None)).all())]
         if any(type(c).__name__ != "MaxLengthCriteria" for c in kinds):
             self.finish_reason = "stop"
@@ -120,6 +129,9 @@ def sampler(
     count = _new_tokens(asked, length, default_tokens, model)
     config.max_length = length + count
     upstream.prepare_special_tokens(model, config, ids.device)
+    grammar = ours.get("response_format")
+    constraint = grammar.begin() if isinstance(grammar, Grammar) else None
+    own = list(ours.get("logits_processor") or [])
     endings = stop or stop_strings(config.stop_strings)
     config.stop_strings = None  # ours ends at the same tokens and is cheaper
     if endings and tokenizer is None:
@@ -131,7 +143,7 @@ def sampler(
             input_ids_seq_length=length,
             encoder_input_ids=ids,
             prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
-            logits_processor=ours.get("logits_processor") or [],
+            logits_processor=own if constraint is None else [*own, constraint],
             device=str(ids.device),
         )
         criteria = upstream.stopping_criteria(
@@ -148,7 +160,9 @@ def sampler(
     if ours.get("seed") is not None:
         generator = torch.Generator(ids.device).manual_seed(seed_of(ours["seed"]))
     skip = ours.get("skip_special_tokens") is not False
-    return Sampler(config, processors, criteria, generator, count, stop, skip)
+    reads_all = bool(own or config.output_logits or config.output_scores)
+    how = (config, processors, criteria, generator, count, stop, skip)
+    return Sampler(*how, constraint, reads_all)
 
 
 def seed_of(given: object, more: int = 0) -> int:
@@ -296,10 +310,42 @@ class SequenceSampler:
         """Why it ended."""
         return self.sampler.finish_reason
 
+    @property
+    def left(self) -> int:
+        """How many more tokens may be chosen."""
+        return self.max_new_tokens - self._count
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether more than an end token or the length may end the answer."""
+        usual = {"EosTokenCriteria", "MaxLengthCriteria"}
+        return any(type(one).__name__ not in usual for one in self.sampler.criteria)
+
+    def forced(self) -> list[int]:
+        """The tokens that have to follow, whatever the logits are."""
+        constraint = self.sampler.constraint
+        return [] if constraint is None else constraint.forced(self.left - 1)
+
+    def fitting(self, guesses: list[int]) -> list[int]:
+        """The first of some guesses, as far as they may follow."""
+        constraint = self.sampler.constraint
+        return guesses if constraint is None else constraint.fitting(guesses)
+
     def take(self, logits: torch.Tensor) -> int:
         """Return the next token; `over` says whether it is the last."""
         token, self._ids = self.sampler.pick(self._ids, logits)
+        return self._taken(token)
+
+    def accept(self, token: int) -> int:
+        """Take a token that is forced, without logits."""
+        more = torch.tensor([[token]], dtype=self._ids.dtype, device=self._ids.device)
+        self._ids = torch.cat([self._ids, more], dim=-1)
+        return self._taken(token)
+
+    def _taken(self, token: int) -> int:
         self._count += 1
+        if self.sampler.constraint is not None:
+            self.sampler.constraint.take(token)
         self.over = self.sampler.done(self._ids, self._count)
         self.over = self.over or self._count >= self.max_new_tokens
         return token
