@@ -1,5 +1,5 @@
-"""The public API: `load`, `wrap`, and a model that remembers. May import session, runtimes and
-below.
+"""The public API: `load`, `wrap`, and a model that remembers. May import session, questions,
+runtimes and below.
 
 Nothing is computed here: each call sorts its options, refuses unknown ones by name, and calls the
 rooms that do the work, under one lock.
@@ -60,6 +60,9 @@ from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.question import user_turn
 from keepsight.prompt.render import Renderer
+from keepsight.questions.decide import Config, Decider, Decisions
+from keepsight.questions.many import in_order, pairs_of
+from keepsight.questions.score import Scores, in_lists, score
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
@@ -221,6 +224,7 @@ class VLM:
         self.runtime = Runtime(
             model, family, processor, weights, chosen, kept, renderer, owned=owned
         )
+        self.decider = Decider(self.runtime)
         self._fingerprint(files)
         if self.runtime.store is not None and not family.packages_only:
             self.runtime.engine.snapshot_pattern()  # so that no turn has to wait for it
@@ -286,6 +290,58 @@ class VLM:
         """The report that `chat` would give, without computing or changing anything."""
         call = Call.before_decoding(dict(options), self.tenant, "explain")
         return predict_report(self.runtime, messages, call)
+
+    def decide(
+        self,
+        state: object,
+        questions: Record | None = None,
+        *,
+        assets: dict[str, Any] | None = None,
+        decision_config: Config = None,
+        tenant: str | None = None,
+    ) -> Decisions | list[Decisions]:
+        """Answer typed questions (`noul`, `choice`, `score`) about a state by probabilities.
+
+        Without `questions`, `state` is a request as Transformers' `DecisionPipeline` takes it, or a
+        list of such. `assets` are images by the placeholders that name them in texts.
+        """
+        whose = self._whose(tenant)
+        if questions is not None:
+            request = {"state": state, "questions": questions, "assets": assets}
+            return self.decider.decide([request], decision_config, whose)[0]
+        if assets is not None:
+            raise InputError("assets came without questions; a request holds its own assets")
+        requests = state if isinstance(state, list) else [state]
+        found = self.decider.decide(requests, decision_config, whose)
+        return found if isinstance(state, list) else found[0]
+
+    @shows(Preparing)
+    def score(
+        self,
+        messages: list[Message] | list[list[Message]],
+        continuations: Sequence[Any],
+        **options: Unpack[Preparing],
+    ) -> Scores | list[Scores]:
+        """Log-probabilities of texts (or token ids) behind a conversation, which is read once.
+
+        For several conversations `continuations` are those of all, or a list for each.
+        """
+        call = Call.before_decoding(dict(options), self.tenant, "score")
+        conversations, given, one = in_lists(messages, continuations)
+        found = score(self.runtime, conversations, given, call)
+        return found[0] if one else found
+
+    @shows(Answering)
+    def ask_many(
+        self, images: object, questions: Sequence[str], **options: Unpack[Generating]
+    ) -> Iterator[Reply]:
+        """Answers to many questions in their order, decoded together and grouped by picture.
+
+        `images` is one picture for all questions, or a list with one entry (a picture, a list of
+        pictures, or None) for each question. An error is raised when its turn has come.
+        """
+        call = Call.of(dict(options), self.tenant, "ask_many")
+        return in_order(self.runtime, pairs_of(images, questions), call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Compare cold with warm on your own model and pictures, and with stock if asked."""
