@@ -89,16 +89,15 @@ def headline(results: dict[str, dict[str, Any]]) -> str:
 def _sentences(
     result: dict[str, Any], run: dict[str, Any], chat: list[Any], agent: list[Any]
 ) -> str:
-    faster, over = _middle(chat, "stock_over_keepsight"), _middle(chat, "keepsight_over_limit")
-    step = _middle(agent, "stock_over_keepsight")
+    faster, step = (_middle(steps, "stock_over_keepsight") for steps in (chat, agent))
     cores = drawing.cores_of(result["machine"])
     return (
         f"Measured on {cores}, with a {run['parameters'] / 1e6:.0f} M parameter "
         f"{run['shape']} shape in {run['dtype']}, against stock `generate` on the same model: "
-        f"later turns of a chat about one image start to answer **{faster:.0f} times sooner** "
-        f"({over:.2f} times the bare forward of the new tokens), steps of an agent that adds a "
-        f"screenshot each time **{step:.1f} times sooner**. `{result['command']}`; medians over "
-        f"turns, all of it in [docs/benchmarks.md](docs/benchmarks.md).\n"
+        f"later turns of a chat about one image start to answer **{faster:.0f} times sooner**, "
+        f"steps of an agent that adds a screenshot each time **{step:.1f} times sooner**. "
+        f"`{result['command']}`; medians over turns. "
+        f"All results: [docs/benchmarks.md](docs/benchmarks.md).\n"
     )
 
 
