@@ -25,7 +25,7 @@ from keepsight.kinds import Record
 from keepsight.store import files, index, layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
 from keepsight.store.files import DAMAGED, PART, Folder, PartFile
-from keepsight.store.health import GONE, OK, PINNED, Health
+from keepsight.store.health import GONE, OK, PINNED, Health, summary
 from keepsight.store.index import Base, Index, Scope
 from keepsight.store.tenants import Store
 from keepsight.store.writer import (
@@ -457,21 +457,12 @@ class Disk:
             self._listing.failed(error)
             counted = None
         healths = (self._writer.health, self._reads, self._listing, self._pins)
-        worst = next((health for health in healths if health.state != OK), self._writer.health)
         return {
-            "root": self.label,
-            "tier": "disk",
-            "entries": sum(one["entries"] for one in kinds.values()),
-            "bytes": sum(one["bytes"] for one in kinds.values()),
-            "kinds": kinds,
-            "counted": counted,
+            **summary(self.label, "disk", kinds, counted, healths),
             "ever": ever,
             **self._writer.stats(whose),
             "budget": self.budget,
             "quota": self.quota,
-            "state": worst.state,
-            "since": worst.since,
-            "broken": worst.why or None,
         }
 
     # -- check -----------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import errno
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from keepsight.kinds import Record
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +113,25 @@ class Health:
     def try_now(self) -> None:
         """End the pause, because a caller asked."""
         self._retry_at = 0.0
+
+
+def summary(
+    where: str,
+    tier: str,
+    kinds: dict[str, dict[str, int]],
+    counted: float | None,
+    healths: Sequence[Health],
+) -> Record:
+    """What the statistics of every store begin with: its sums, and the first of its problems."""
+    worst = next((health for health in healths if health.state != OK), healths[0])
+    return {
+        "root": where,
+        "tier": tier,
+        "entries": sum(one["entries"] for one in kinds.values()),
+        "bytes": sum(one["bytes"] for one in kinds.values()),
+        "kinds": kinds,
+        "counted": counted,
+        "state": worst.state,
+        "since": worst.since,
+        "broken": worst.why or None,
+    }

@@ -34,7 +34,7 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import Options, Record
 from keepsight.store import files, layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
-from keepsight.store.health import OK, UNREACHABLE, Health
+from keepsight.store.health import UNREACHABLE, Health, summary
 from keepsight.store.tenants import Store
 from keepsight.store.writer import (
     REFUSED,
@@ -587,21 +587,13 @@ class Remote:
             if found is not None:
                 self._counted = {tenant: (_sizes(found), time.time())}
         kinds, at = self._counted.get(tenant, (Kinds(), None))
-        worst = next((h for h in (self._reads, self._writer.health) if h.state != OK), self._reads)
+        healths = (self._reads, self._writer.health)
         return {
-            "root": self.label,
-            "tier": "remote",
-            "entries": sum(one["entries"] for one in kinds.values()),
-            "bytes": sum(one["bytes"] for one in kinds.values()),
-            "kinds": kinds,
-            "counted": at,
+            **summary(self.label, "remote", kinds, at, healths),
             "ever": self._writer.counts.of(tenant),
             **self._writer.stats(whose),
             "budget": None,
             "quota": None,
-            "state": worst.state,
-            "since": worst.since,
-            "broken": worst.why or None,
         }
 
     def check(self, tenant: str | None, repair: bool) -> list[str]:
