@@ -232,15 +232,7 @@ class UnreadableWeights(ModelError):
 
 
 class UpstreamChanged(ModelError):
-    """An API of Transformers or torch that Keepsight uses has moved or is missing."""
-
-    @classmethod
-    def named(cls, name: str, use: str, version: str, tested: str) -> UpstreamChanged:
-        """The error for a missing name. `use` gives its purpose, as in "to read sound"."""
-        return cls(
-            f"{version} has no {name}, which Keepsight needs {use}; it was tested with up to "
-            f"{tested}. Install that version, or a newer Keepsight"
-        )
+    """Transformers or torch does something that Keepsight does not know."""
 
 
 class Busy(KeepsightError, RuntimeError):

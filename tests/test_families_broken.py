@@ -11,10 +11,10 @@ from models import build
 from support import FamilyTests
 
 from keepsight.models.families.base import Family
-from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
-from keepsight.models.families.gemma3 import Gemma3
-from keepsight.models.families.mistral3 import Mistral3
+from keepsight.models.families.one_block import Gemma3
+from keepsight.models.families.packed import Ernie45VLMoe
 from keepsight.models.families.pixels import Pixels
+from keepsight.models.families.sized import Mistral3
 
 
 def plain_positions(family: Any, ids: Any, types: Any, grids: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Private things of Transformers and torch: named in one place, and what is done without them."""
+"""Private things of Transformers and torch are named in one place, for the versions of the pin."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hostile import finished, start
-from models import build, picture, turn
+from models import build, picture
 from packaging.requirements import Requirement
 
 import keepsight as ks
-from keepsight.core.kernels import grouped as attention
-from keepsight.errors import UnsupportedModel, UpstreamChanged
+from keepsight.errors import UnsupportedModel
 from keepsight.models import tested, upstream
 from keepsight.models.renamed import RETURNED, EncoderOutput, with_cache
 from keepsight.models.tested import OLDEST_TESTED, TESTED, newer_than_tested
-from keepsight.models.upstream import PRIVATE, PrivateApi
 from keepsight.stock import probe
 
 HOUSE = Path(ks.__file__).parent
@@ -40,9 +37,7 @@ OTHERS = {
     "_is_gil_enabled",
     "_forward_pre_hooks",
 }
-REACHED = ("getattr", "setattr", "hasattr", "delattr", "needed")
-ROWS = [pytest.param(row, id=row.name) for row in PRIVATE]
-WITHOUT = [row for row in PRIVATE if row.without]
+REACHED = ("getattr", "setattr", "hasattr", "delattr")
 
 
 # -- one place ---------------------------------------------------------------------------------
@@ -97,151 +92,6 @@ def test_no_other_file_names_a_private_thing_of_upstreams() -> None:
         named = {*imports(tree), *(private - ours - upstream.NAMED - OTHERS)}
         wrong += [f"{path.relative_to(HOUSE)}: {name}" for name in sorted(named)]
     assert not wrong, "name it in upstream.py"
-
-
-def test_every_row_is_there_today() -> None:
-    """A row of what is gone tells of nothing; upstream's next version is where this fails."""
-    gone = [f"{row.owner}.{row.name}" for row in PRIVATE if not hasattr(row._home(), row.name)]
-    assert not gone
-    assert len({(row.owner, row.name) for row in PRIVATE}) == len(PRIVATE) > 30
-
-
-# -- without them ------------------------------------------------------------------------------
-
-
-def remove(row: PrivateApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a thing out of upstream, wherever a class has it anew."""
-    home = row._home()
-    waiting = [getattr(home, "m", home)]  # torch wraps some of its modules
-    while waiting:
-        home = waiting.pop()
-        if row.name in vars(home):
-            monkeypatch.delattr(home, row.name)
-        waiting += home.__subclasses__() if isinstance(home, type) else []
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_what_is_missing_is_named(row: PrivateApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    remove(row, monkeypatch)
-    assert row.found() is None
-    with pytest.raises(UpstreamChanged) as caught:
-        row.needed()
-    library = row.owner.split(".")[0]
-    said = str(caught.value)
-    assert f"{row.owner}.{row.name}" in said and row.use in said
-    assert TESTED[library] in said and "Install that version" in said
-
-
-def miss(rows: list[PrivateApi], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if upstream had given these other names."""
-    real = PrivateApi.found
-
-    def found(self: PrivateApi, owner: object = None) -> Any:
-        return None if self in rows else real(self, owner)
-
-    monkeypatch.setattr(PrivateApi, "found", found)
-
-
-def test_all_that_can_be_done_without_is_done_without(
-    demo: Any, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    messages = [turn("What is it?", picture(1))]
-    wanted = demo.chat(messages, max_new_tokens=6).tokens
-    features = demo.encode(picture(1)).tensors["features"]
-    monkeypatch.setattr(attention, "begin", lambda: None)
-    miss(WITHOUT, monkeypatch)
-    with ks.wrap(demo.model, demo.processor) as vlm:
-        assert torch.equal(vlm.encode(picture(1)).tensors["features"], features)
-        assert vlm.chat(messages, max_new_tokens=6).tokens == wanted
-
-
-@pytest.mark.parametrize("row", [row for row in PRIVATE if "settings say" in row.use], ids=str)
-def test_what_an_answer_needs_is_missed_by_name(
-    row: PrivateApi, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ks.wrap(*demo_parts["demo"]) as vlm:
-        with monkeypatch.context() as patch:
-            miss([row], patch)
-            with pytest.raises(UpstreamChanged, match=row.name):
-                vlm.ask(picture(7), "What is it?", max_new_tokens=2)
-        assert vlm.ask(picture(7), "What is it?", max_new_tokens=2).tokens
-
-
-ALONE = """
-import importlib, pkgutil, sys
-real = importlib.import_module
-seen = []
-
-class Less:
-    "A module without what keepsight.models.upstream asks it for."
-    def __init__(self, module):
-        self.module = module
-    def __getattr__(self, name):
-        seen.append(name)
-        if left is None or name in left:
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-def import_module(name, *more, **options):
-    module = real(name, *more, **options)
-    asks = sys._getframe(1).f_globals.get("__name__")
-    return Less(module) if asks == "keepsight.models.private" else module
-
-left = None
-importlib.import_module = import_module
-import keepsight as ks
-for module in pkgutil.walk_packages(ks.__path__, "keepsight."):
-    if not module.name.endswith("__main__"):
-        real(module.name)
-print("imported without", sorted(set(seen)))
-from keepsight.models.upstream import PRIVATE
-left = {row.name for row in PRIVATE if row.without}
-from keepsight.demo.scene import Scene
-image = Scene.of(color="red", shape="circle", background="white").draw()
-print(ks.load("demo").ask(image, "Describe the picture."))
-try:
-    ks.load("demo-hybrid")
-except ks.errors.UnsupportedModel as error:
-    print("refused:", error)
-left = None
-try:
-    ks.load("demo")
-except ks.errors.UpstreamChanged as error:
-    print("named:", error)
-"""
-
-
-def test_nothing_that_is_missing_takes_the_library_down() -> None:
-    """Every module imports; the demo answers; a model with an unknown kind of layer is refused."""
-    said = finished(start(ALONE)).split("\n")
-    assert said[0].startswith("imported without") and "DummyLayer" in said[0]
-    assert "red circle" in said[1]
-    assert said[2].startswith("refused:") and "LinearAttentionLayer" in said[2]
-    assert said[3].startswith("named: transformers ") and "was tested with" in said[3]
-
-
-OLDER = """
-import sys, types
-from torch.nn import functional
-del functional.grouped_mm  # as in torch 2.9
-import keepsight as ks
-from keepsight.demo.scene import Scene
-image = Scene.of(color="red", shape="circle", background="white").draw()
-with ks.load("demo") as vlm:
-    print(vlm.ask(image, "Describe the picture."))
-    sys.modules["torch._dynamo.eval_frame"] = types.ModuleType("without")
-    try:
-        vlm.ask(image, "Describe the picture.")
-    except ks.errors.UpstreamChanged as error:
-        print("named:", error)
-"""
-
-
-def test_what_other_versions_of_torch_do_not_have() -> None:
-    """A function that our oldest torch lacks is done without, a switch that is gone is named."""
-    said = finished(start(OLDER)).split("\n")
-    assert "red circle" in said[0]
-    assert said[1].startswith("named: torch ") and "_dynamo.eval_frame._stance" in said[1]
 
 
 # -- newer versions ----------------------------------------------------------------------------

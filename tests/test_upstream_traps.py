@@ -134,7 +134,7 @@ def split(kind: str) -> tuple[Any, dict[str, Any], Any, int]:
 
 @torch.no_grad()
 def test_short_type_ids_of_gemma_are_silently_wrong() -> None:
-    """Stepped around in families/gemma3.py `chunk_inputs`: type ids from the first token on."""
+    """Stepped around in families/one_block.py `chunk_inputs`: type ids from the first token on."""
     model, processor = build("gemma3")
     messages = [turn("Look.", picture(1)), turn("Well.", role="assistant"), turn("?", picture(2))]
     inputs = stock_inputs(processor, messages)
@@ -162,7 +162,7 @@ def test_short_type_ids_of_gemma_are_silently_wrong() -> None:
 
 @torch.no_grad()
 def test_ernie_without_routes_is_silently_wrong() -> None:
-    """Stepped around in families/ernie4_5_vl_moe.py: routes are computed from the ids."""
+    """Stepped around in families/packed.py: routes are computed from the ids."""
     model, inputs, true, _ = split("ernie4_5_vl_moe")
     inputs.pop("moe_mm_token_type_ids")
     wrong = model(**inputs, use_cache=False, logits_to_keep=1).logits

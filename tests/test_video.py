@@ -156,7 +156,7 @@ def test_videos_are_remembered(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", GLM[:1])
 def test_stock_cannot_take_an_image_beside_a_video(kind: str) -> None:
-    """Stepped around in families/glm4v.py: features of both go in together, in their order."""
+    """Stepped around in families/packed.py: features of both go in together, in their order."""
     mixed = Script(kind).text(1).video(1).text(2).medium(3, IMAGE, 1).text(5)
     with pytest.raises(ValueError, match="do not match"):
         ask(mixed.model, mixed)

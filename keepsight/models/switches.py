@@ -16,11 +16,9 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 
-from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Record
 from keepsight.models import upstream
 from keepsight.system import forks
@@ -109,7 +107,7 @@ def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
     found += [f"{name}={os.environ[name]}" for name in _LIVE if name in os.environ]
     if (_LEAST * _HALF, _TINY * _HUGE, _ONE + _DUST, _ONE - _DUST) != _RIGHT:
         found.append(f"arithmetic={_arithmetic()}")
-    found += [f"mode={called(mode)}{_device_of(mode)}" for mode in _modes()]
+    found += [f"mode={called(mode)}{_device_of(mode)}" for mode in upstream.modes()]
     return found + [f"{name}={called(function)}" for name, function in _foreign(chosen)]
 
 
@@ -122,8 +120,6 @@ _Readers = tuple[_Reader, ...]
 @functools.cache
 def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...]]:
     """Functions that read each setting, with its name and usual value."""
-    get, order = upstream.PRECISION.needed(), upstream.SDP_ORDER.needed()
-    einsum = torch.backends.opt_einsum
     found: list[tuple[_Reader, str, object]] = []
     for name, value in {**ANYWHERE, **(ON_CUDA if accelerated else {})}.items():
         reader = upstream.switch(name)
@@ -131,46 +127,26 @@ def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...
             found.append((reader, name, value))
     for (backend, operation), value in _PRECISIONS.items():
         if accelerated or backend != "cuda":
-            reader = functools.partial(get, backend, operation)
+            reader = upstream.precision_reader(backend, operation)
             found.append((reader, f"{backend}.{operation}.fp32_precision", value))
     found += [
-        (lambda: tuple(order()), "sdp_priority_order", (1, 2, 0, 3, 4)),
+        (upstream.sdp_order, "sdp_priority_order", (1, 2, 0, 3, 4)),
         (torch.get_default_dtype, "default_dtype", torch.float32),
         (torch.backends.mha.get_fastpath_enabled, "mha_fastpath", True),
-        (_stance, "compiler.stance", "default"),
-        (_native, "python_native", ()),
+        (upstream.compiler_stance, "compiler.stance", "default"),
+        (upstream.kernels_left_out, "python_native", ()),
     ]
-    if einsum.is_available():
-        found += [
-            (upstream.EINSUM.needed(), "opt_einsum", True),
-            (upstream.STRATEGY.needed(), "opt_einsum.strategy", "auto"),
-        ]
+    if torch.backends.opt_einsum.is_available():
+        enabled, strategy = upstream.einsum_readers()
+        found += [(enabled, "opt_einsum", True), (strategy, "opt_einsum.strategy", "auto")]
     return tuple(r for r, _, _ in found), tuple((name, value) for _, name, value in found)
 
 
 def _carefully(read: _Reader) -> object:
     try:
         return read()
-    except UpstreamChanged:
-        raise
     except RuntimeError:  # the old and the new way of choosing a precision, mixed
         return "mixed"
-
-
-def _stance() -> str:
-    """The choice made with `torch.compiler.set_stance`; none if the compiler is not loaded."""
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return "default" if compiler is None else str(upstream.STANCE.needed(compiler).stance)
-
-
-def _native() -> tuple[str, ...]:
-    """The kernels that `torch.backends.python_native` leaves out."""
-    registry: Any = sys.modules.get("torch._native.registry")
-    if registry is None:
-        return ()
-    state = upstream.NATIVE.needed(registry)
-    left_out = [name for names in vars(state).values() for name in names]
-    return tuple(sorted(map(str, left_out)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,24 +183,6 @@ def _arithmetic() -> str:
 
 
 # -- registered functions and modes --------------------------------------------------------------
-
-
-def _modes() -> list[object]:
-    """Torch modes that intercept calls before the kernel, such as a default device."""
-    modes: list[object] = []
-    for count, stack in _stacks():
-        if count():
-            modes += stack()
-    return modes
-
-
-@functools.cache
-def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[object]]], ...]:
-    """Functions that count and list the modes of a kind."""
-    return (
-        (upstream.FUNCTION_MODES.needed(), upstream.FUNCTION_STACK.needed()),
-        (upstream.DISPATCH_MODES.needed(), upstream.DISPATCH_STACK.needed()),
-    )
 
 
 def _device_of(mode: object) -> str:

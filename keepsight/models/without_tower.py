@@ -146,7 +146,7 @@ def _shaped(
 
     body: Record = {"__init__": build, "__module__": kind.__module__}
     if unfinished:  # the result is not used, so initialise, tie and report nothing
-        body |= upstream.unfinished(kind)
+        body |= upstream.unfinished()
     return type(kind.__name__, (kind,), body)
 
 

@@ -1,8 +1,8 @@
 """Family-specific code. `family_of(model)` finds the right class.
 
-A file is named for the behaviour it adds; most model types need none and use `base.py`. A type is
-listed in `SUPPORTED` once tests have shown it exact. Other types are tried on the user's own model
-before it answers anything, and refused by name if the trial fails.
+A file holds families that are close to each other; many model types need none and use `base.py`. A
+type is listed in `SUPPORTED` once tests have shown it exact. Other types are tried on the user's
+own model before it answers anything, and refused by name if the trial fails.
 """
 
 from __future__ import annotations
@@ -10,32 +10,35 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from keepsight.errors import UnsupportedModel
-from keepsight.models.families.aya_vision import AyaVision, Cohere2Vision
-from keepsight.models.families.base import Family
-from keepsight.models.families.cast import Cast
-from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
-from keepsight.models.families.gemma3 import Gemma3, Gemma4, Gemma4Unified
-from keepsight.models.families.glm4v import Glm4v
-from keepsight.models.families.glm_image import GlmImage
-from keepsight.models.families.got_ocr2 import GotOcr2
-from keepsight.models.families.hunyuan_vl import HunyuanVL
-from keepsight.models.families.idefics3 import Idefics2, Idefics3, Lfm2Vl, MiniCpmV
-from keepsight.models.families.internvl import InternVL
-from keepsight.models.families.lfm3_vl import Lfm3Vl
-from keepsight.models.families.llama4 import Llama4
-from keepsight.models.families.llava_next import LlavaNext
-from keepsight.models.families.minicpmv4_7 import MiniCpmV47
-from keepsight.models.families.mistral3 import Mistral3
+from keepsight.models.families.base import Cast, Family
+from keepsight.models.families.marked_tiles import Idefics2, Idefics3, Lfm2Vl, MiniCpmV, MiniCpmV47
 from keepsight.models.families.mlcd import Mlcd
 from keepsight.models.families.mllama import Mllama
 from keepsight.models.families.molmo2 import Molmo2
-from keepsight.models.families.ovis2 import Ovis2
-from keepsight.models.families.paddleocr_vl import PaddleOcrVL, VideoLlama3
-from keepsight.models.families.paligemma import PaliGemma
+from keepsight.models.families.one_block import Gemma3, Gemma4, Gemma4Unified, PaliGemma
+from keepsight.models.families.packed import (
+    Ernie45VLMoe,
+    Glm4v,
+    GlmImage,
+    HunyuanVL,
+    Lfm3Vl,
+    PaddleOcrVL,
+    VideoLlama3,
+)
 from keepsight.models.families.pixels import Pixels
 from keepsight.models.families.qwen_omni import QwenOmni
 from keepsight.models.families.qwen_vl import QwenVL
-from keepsight.models.families.step3p7 import DeepseekOcr2, Step3p7
+from keepsight.models.families.sized import LlavaNext, Mistral3
+from keepsight.models.families.tiles import (
+    AyaVision,
+    Cohere2Vision,
+    DeepseekOcr2,
+    GotOcr2,
+    InternVL,
+    Llama4,
+    Ovis2,
+    Step3p7,
+)
 
 __all__ = ["SUPPORTED", "Family", "Pixels", "family_of"]
 

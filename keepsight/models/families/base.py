@@ -401,3 +401,20 @@ class Family:
         """The grids of all media in the form `get_rope_index` takes."""
         rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
         return {"image_grid_thw": rows} if rows else {}
+
+
+class Cast(Family):
+    """Families whose tower takes pixels in the model's own dtype and does not cast them (Aria).
+
+    Users of stock Transformers cast the processor's output. Unlisted types use this family: if a
+    tower casts, it changes nothing.
+
+    An image of Aria is one row of pixels, or several crops, each with a padding mask. No tensor
+    tells crops from images, so `generate` takes each crop for an image: the answers are equal, less
+    is shared.
+    """
+
+    @property
+    def pixel_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype

@@ -1,15 +1,8 @@
-"""Families where the tokens of one image attend to each other in both directions (Gemma 3 and 4).
-
-Transformers finds the images by type ids, which it reads by absolute position. So they must cover
-everything from the first token on; ids of the chunk alone are silently wrong. A chunk of text needs
-none: without them its mask is the plain causal one.
-
-Gemma 3 can add crops after an image ("pan and scan", off by default). No tensor says which rows are
-crops, so `generate` takes each for an image: the answers are equal, less is shared.
-"""
+"""Families where the tokens of an image, or of a whole prompt, attend to each other both ways."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,13 +11,23 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import PlaceholderMismatch, UnsupportedModel
 from keepsight.formats.package import Layout
-from keepsight.kinds import Grid, Inputs
+from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels
 
 
 class Gemma3(Family):
-    """Every run of placeholders is one block, which is never cut."""
+    """Families where the tokens of one image attend to each other both ways (Gemma 3 and 4).
+
+    Transformers finds the images by type ids, which it reads by absolute position. So they must
+    cover everything from the first token on; ids of the chunk alone are silently wrong. A chunk of
+    text needs none: without them its mask is the plain causal one.
+
+    Gemma 3 can add crops after an image ("pan and scan", off by default). No tensor says which rows
+    are crops, so `generate` takes each for an image: the answers are equal, less is shared.
+
+    Every run of placeholders is one block, which is never cut.
+    """
 
     sees_whole_media = True
     type_ids = "token_type_ids"  # their names in forward
@@ -103,3 +106,37 @@ class Gemma4Unified(Gemma4):
 
 def _row(types: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(types.astype(np.int64))[None]
+
+
+class PaliGemma(Family):
+    """Families whose whole prompt is one block: every token attends to every other (PaliGemma).
+
+    Anything added after a prompt changes everything before it, so only features and identical
+    prompts can be reused. Positions count from 1. The processor puts a start token after the last
+    image and a line break at the end.
+
+    One unmasked chunk; the answer after it is causal.
+    """
+
+    reuse = "whole prompt"
+    also_takes = ("labels",)  # the processor adds it for training; no answer depends on it
+
+    def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
+        spots = list(written.finditer(text))
+        if not spots:
+            return text
+        behind = spots[-1].end()
+        return f"{text[:behind]}{processor.tokenizer.bos_token}{text[behind:]}\n"
+
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        return {"token_type_ids": torch.zeros(1, end - start, dtype=torch.long)}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
+    ) -> dict[str, torch.Tensor]:
+        return self.chunk_inputs(ids, types, 0, len(ids))
+
+    def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
+        return torch.arange(1, len(ids) + 1)[None]
