@@ -17,7 +17,7 @@ from bench import drawing, page_sections
 from keepsight.bench import tables
 
 # Folders of results that have a part on the page.
-OTHERS = ("drafting", "exporting", "mlx", "serving", "together")
+OTHERS = ("drafting", "exporting", "mlx", "serving", "structured", "together")
 PICTURES, MLX = Path("docs/pictures"), Path("docs/mlx.md")  # beside the README
 
 HEAD = """\

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench import drafting, mlx
+from bench import drafting, mlx, structured
 
 Told = tuple[str, list[str], list[list[str]]]  # heading, columns, rows
 
@@ -36,6 +36,7 @@ def sections(folder: str, result: dict[str, Any]) -> list[Told]:
         "together": _together,
         "exporting": _exporting,
         "drafting": _drafting,
+        "structured": _structured,
         "mlx": _mlx,
     }
     return list(makers[folder](result)) if folder in makers else []
@@ -48,6 +49,7 @@ def title(folder: str, result: dict[str, Any]) -> str:
         "together": "Chats at once",
         "exporting": "Exported models",
         "drafting": "Tokens guessed from memory",
+        "structured": "Answers of a given form",
         "mlx": "Beside mlx-vlm",
     }
     shape = f"{result['shape']} {result.get('size', '')}".strip()
@@ -120,6 +122,11 @@ def _together(result: dict[str, Any]) -> Iterator[Told]:
 def _drafting(result: dict[str, Any]) -> Iterator[Told]:
     heading = f"answers of {result['tokens']} tokens, {result['repetitions']} repetitions"
     yield heading, drafting.COLUMNS, drafting.rows(result)
+
+
+def _structured(result: dict[str, Any]) -> Iterator[Told]:
+    heading = f"answers of up to {result['tokens']} tokens, {result['repetitions']} repetitions"
+    yield heading, structured.COLUMNS, structured.rows(result)
 
 
 def _mlx(result: dict[str, Any]) -> Iterator[Told]:

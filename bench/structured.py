@@ -72,21 +72,26 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "benchmark": "keepsight structured",
         "format": FORMAT,
-        "command": " ".join(["python -m bench.structured", *argv]),
+        "command": " ".join(["python -m bench.structured", *_kept(argv)]),
         "machine": described,
         **{n: getattr(options, n) for n in ("shape", "size", "dtype", "tokens", "repetitions")},
         "answers": sums(rounds[1:]),
         "equal": all(one[RECORD][0].tokens == one[SINGLY][0].tokens for one in rounds),
     }
     shown = table(*COLUMNS)
-    for row in result["answers"]:
-        shown.add_row(*map(str, row.values()))
+    for row in rows(result):
+        shown.add_row(*row)
     Console().print(shown)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, separators=(",", ":")))
     return 0 if result["equal"] else 1
+
+
+def _kept(argv: list[str]) -> list[str]:
+    pairs = zip(argv[::2], argv[1::2], strict=False)
+    return [word for pair in pairs if pair[0] not in ("--out", "--folder") for word in pair]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,14 +138,19 @@ def _as_it_is() -> Iterator[None]:
     yield
 
 
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """The kinds of answers as cells."""
+    return [[str(value) for value in row.values()] for row in result["answers"]]
+
+
 def sums(rounds: list[dict[str, tuple[ks.Reply, float]]]) -> list[dict[str, Any]]:
     """One row for each kind of answer: medians, and the median of the ratios."""
-    rows = []
+    found = []
     for name in FORMS:
         rates = [len(one[name][0].tokens) / one[name][1] for one in rounds]
         free = [len(one[FREE][0].tokens) / one[FREE][1] for one in rounds]
         first = rounds[0][name][0]
-        rows.append(
+        found.append(
             {
                 "name": name,
                 "tokens": len(first.tokens),
@@ -149,7 +159,7 @@ def sums(rounds: list[dict[str, tuple[ks.Reply, float]]]) -> list[dict[str, Any]
                 "over_free": round(median(a / b for a, b in zip(rates, free, strict=True)), 3),
             }
         )
-    return rows
+    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import pages, restart
+from bench import page_sections, pages, restart, structured
 
 SMALL = ["--size", "tiny", "--shape", "qwen3_vl"]
 
@@ -31,6 +31,19 @@ def test_pages_come_from_packages_and_answers_are_those_of_stock(tmp_path: Path)
     assert all(cached < run["prompt_tokens"] for cached in run["cached_tokens"])
     for who in pages.WHO:
         assert len(run[f"{who}_first_samples"]) == 3
+
+
+def test_forms_are_timed_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    argv = [*SMALL, "--tokens", "24", "--repetitions", "1", "--folder", str(tmp_path)]
+    assert structured.main([*argv, "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    by_name = {row["name"]: row for row in result["answers"]}
+    assert result["equal"] and str(tmp_path) not in out.read_text()
+    assert by_name["record"]["certain"] > by_name["text"]["certain"] >= 0
+    assert by_name["free"]["over_free"] == 1 and by_name["one by one"]["certain"] == 0
+    [(_, columns, cells)] = page_sections.sections("structured", result)
+    assert len(cells) == 4 and all(len(row) == len(columns) for row in cells)
 
 
 def _child(folder: Path, way: str, question: int = 0) -> dict[str, Any]:

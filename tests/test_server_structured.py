@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -307,9 +308,22 @@ def test_a_text_between_tags_has_the_lengths_and_choices_of_its_schema() -> None
         ({"short": "a\"b"}, True), ({"short": "a\nb"}, True), ({"short": "a"}, False),
         ({"short": "abcde"}, False), ({"short": "abc", "maybe": "that"}, True),
         ({"short": "abc", "maybe": "null"}, True), ({"short": "abc", "maybe": "other"}, False),
-        ({"maybe": "that"}, False),
+        ({"maybe": "that"}, False), ({"short": "</p>"}, True), ({"short": "\n\n"}, True),
     ):  # fmt: skip
         assert follows(tokenizer, form, call(**values))[1] is fits, values
+    long = {"type": "object", "properties": {"x": {"type": "string"}}}
+    form = form_of(request(tools=[tool("go", long)], tool_choice=NAMED), syntax, Unused())
+    assert form is not None
+    for text, fits in (
+        ("<b>a</b>", True),
+        ("a</parameter>b", False),
+        ("</tool_call>", False),
+        ("</function>", False),
+    ):
+        assert follows(tokenizer, form, call(x=text))[1] is fits, text
+    spaced = {"type": "object", "properties": {"a b": {}}}
+    with pytest.raises(GrammarError, match="the name 'a b'"):
+        form_of(request(tools=[tool("go", spaced)], tool_choice=NAMED), syntax, Unused())
     for bound in ({"pattern": "a"}, {"format": "date"}):
         bad = {"type": "object", "properties": {"x": {"type": "string", **bound}}}
         with pytest.raises(GrammarError, match="without quotes") as caught:
@@ -343,30 +357,31 @@ def test_a_value_between_tags_is_read_as_its_schema_says() -> None:
 
 
 def test_hostile_forms_leave_others_their_pace(server: Live) -> None:
-    gaps, stop = list[float](), threading.Event()
+    """An answer beside clients with hostile forms takes about as long as beside as many others."""
+    forms = [
+        form if "regex" in form or "grammar" in form else {"json": form}
+        for form in HOSTILE.values()
+    ][:6]
 
-    def attack(form: Any) -> None:
-        wrapped = form if "regex" in form or "grammar" in form else {"json": form}
-        while not stop.is_set():
-            status = server.chat(
-                {"messages": [USER], "structured_outputs": wrapped, "max_tokens": 8}
-            )[0]
-            assert status in (200, 400, 429), status
+    def beside(others: list[dict[str, Any]]) -> float:
+        stop = threading.Event()
 
-    attackers = [threading.Thread(target=attack, args=(form,)) for form in HOSTILE.values()]
-    for one in attackers[:6]:
-        one.start()
-    try:
-        for _ in range(3):
-            last = time.perf_counter()
-            body = {"messages": [USER], "max_tokens": 30, "ignore_eos": True, "stream": True}
-            for _ in server.events("/v1/chat/completions", {"model": "demo", **body}):
-                gaps.append(time.perf_counter() - last)
-                last = time.perf_counter()
-    finally:
-        stop.set()
-        for one in attackers[:6]:
-            one.join()
-    gaps.sort()
-    assert gaps[len(gaps) // 2] < 0.25 and gaps[-1] < 3
+        def ask(more: dict[str, Any]) -> None:
+            while not stop.is_set():
+                status = server.chat({"messages": [USER], "max_tokens": 8, **more})[0]
+                assert status in (200, 400, 429), status
+
+        with ThreadPoolExecutor(len(others)) as pool:
+            running = [pool.submit(ask, more) for more in others]
+            body = {"messages": [USER], "max_tokens": 60, "ignore_eos": True}
+            begun = time.perf_counter()
+            assert server.chat(body)[0] == 200
+            spent = time.perf_counter() - begun
+            stop.set()
+            for one in running:
+                one.result()
+        return spent
+
+    usual = beside([{}] * len(forms))
+    assert beside([{"structured_outputs": form} for form in forms]) < 4 * usual + 1
     server.service.vlm.runtime.check()

@@ -264,6 +264,7 @@ def test_properties_that_nobody_named_do_not_come(vlm: ks.VLM) -> None:
         {**inner, "required": ["b"]},
         {"allOf": [inner, {"properties": {"b": {}}}]},
         {**inner, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
+        {"oneOf": [inner, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
     ):
         assert form(free) == {**free, "x-guidance": form(free)["x-guidance"]}
 

@@ -8,6 +8,7 @@ come, in the syntax that the model writes and `parser.py` reads.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,11 @@ _REMARKS = (
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment", "$defs", "definitions", "$schema", "$id",
 )  # fmt: skip
+_KEY = re.compile(r"[^>\s]+")
 _TEXT = r"/(.|\n)*/"  # any, as an expression of Lark's language
-_TAIL = r"\n<\/parameter>\n"  # likewise: the end of a value between tags
+# Likewise: the end of a text between tags, and what would end it earlier for a reader.
+_TAIL = r"\n<\/parameter>\n"
+_ENDS = r"[^\n]<\/parameter>|<\/parameter>[^\n]|<\/function>|<\/tool_call>"
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ class CallSyntax:
         properties = dict.fromkeys(needed, True) | (parameters.get("properties") or {})
         spots = []
         for number, (key, value) in enumerate(properties.items()):
+            if not _KEY.fullmatch(key):
+                raise ValueError(f"the name {key[:40]!r} in a call that this model writes as tags")
             spot = f"{rule}_{number}"
             spots.append(spot + ("" if key in needed else "?"))
             if isinstance(value, dict) and any(name in value for name in _OF_UNIONS):
@@ -127,7 +133,7 @@ class CallSyntax:
                 yield from _tagged_value(its, one, parameters)
         if not properties and parameters.get("additionalProperties") is not False:
             spots.append(f"{rule}_any*")
-            yield f"{rule}_any[lazy]: /<parameter=[^>\\n]+>\\n(.|\\n)*{_TAIL}/"
+            yield from _text_between(f"{rule}_any", r"<parameter=[^>\s]+>\n(.|\n)*")
         begin = _quoted(f"\n<function={name}>\n")
         inside = " ".join([begin, *spots, _quoted("</function>\n")])
         yield f"{rule}: {inside} {self._mark(CALL_END)}"
@@ -148,7 +154,13 @@ def _tagged_value(rule: str, value: Record, parameters: Record) -> Iterator[str]
     _refuse_more(value, ("type", "minLength", "maxLength"))
     least, most = value.get("minLength", 0), value.get("maxLength", "")
     count = f"{{{least},{most}}}" if least or most != "" else "*"
-    yield f"{rule}[lazy]: /(.|\\n){count}{_TAIL}/"
+    yield from _text_between(rule, rf"(.|\n){count}")
+
+
+def _text_between(rule: str, text: str) -> Iterator[str]:
+    """A text to the end of its tags, without what reads as an end."""
+    yield f"{rule}[lazy]: {rule.upper()}"
+    yield f"{rule.upper()}: /{text}{_TAIL}/ & ~/(.|\\n)*({_ENDS})(.|\\n)*/"
 
 
 def _refuse_more(value: Record, known: Sequence[str]) -> None:

@@ -123,9 +123,7 @@ def styled(schema: object, place: str) -> Record:
     inner = list(_schemas(closed))
     for one in inner:
         _without_neutral(one)
-    # Where schemas are combined, a record that is closed by itself would shut out the others.
-    mixed = any("properties" in one and any(name in one for name in _COMBINING) for one in inner)
-    if not mixed and not any("allOf" in one for one in inner):
+    if not any(map(_combines, inner)):
         for one in inner:
             _close(one)
     own = closed.get("x-guidance")
@@ -184,6 +182,14 @@ def check_size(value: object, place: str) -> None:
             what = f"nested deeper than {DEEPEST}" if depth > DEEPEST else f"larger than {LARGEST}"
             raise GrammarError(place, f"this schema is {what}; expected a smaller one")
         layer = inner
+
+
+def _combines(record: Record) -> bool:
+    """Whether a record that is closed by itself would shut out those it is combined with, or hide
+    that two of them fit."""
+    both = "properties" in record and any(name in record for name in _COMBINING)
+    one_of = "oneOf" in record and "discriminator" not in record
+    return both or one_of or "allOf" in record
 
 
 def _without_neutral(record: Record) -> None:
