@@ -8,16 +8,19 @@ import copy
 import functools
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import build, picture
-from transformers import DecisionConfig
+from transformers import DecisionConfig, JevConfig, JevForDecision
 from transformers.pipelines import DecisionPipeline
 
 import keepsight as ks
-from keepsight.errors import ImageError, InputError
+from keepsight.errors import ImageError, InputError, UnsupportedInput
+from keepsight.models import loading
 from keepsight.questions.decide import Decisions
 
 KINDS = ("qwen3_vl", "qwen3_5")
@@ -193,6 +196,62 @@ def test_a_small_memory_answers_the_same() -> None:
         vlm.runtime.check()
 
 
+@pytest.mark.parametrize("kind", ["internvl", "gemma3", "mllama", "molmo2", "paligemma"])
+def test_other_kinds_of_layers(kind: str) -> None:
+    """Media that stay whole, cross attention, prompts that are reused with the same media or not at
+    all."""
+    model, processor, config = parts(kind)
+    given = request(8, 3)
+    with ks.wrap(model, processor) as vlm:
+        ours = vlm.decide(given, decision_config=config)
+        expect_equal(ours, pipeline(kind)(request(8, 3)))
+        assert isinstance(ours, Decisions) and ours.report.images_encoded == 2
+        expect_equal(vlm.decide(given, decision_config=config), ours)
+        vlm.runtime.check()
+
+
+def test_tenants_share_nothing_and_changed_weights_are_noticed() -> None:
+    model, processor = build("qwen3_vl")[:2]
+    config, given = parts("qwen3_vl")[2], request(11, 2)
+    with ks.wrap(model, processor) as vlm:
+        mine = vlm.decide(given, decision_config=config, tenant="a")
+        theirs = vlm.decide(given, decision_config=config, tenant="b")
+        assert isinstance(mine, Decisions) and isinstance(theirs, Decisions)
+        assert mine == theirs
+        assert theirs.report.images_encoded == 2
+        assert theirs.report.computed_tokens == mine.report.computed_tokens
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        changed = vlm.decide(given, decision_config=config, tenant="a")
+        assert changed != mine
+        copied = DecisionPipeline(
+            model=model,
+            tokenizer=copy.deepcopy(processor.tokenizer),
+            processor=processor,
+            decision_config=config,
+        )
+        expect_equal(changed, copied(given))
+
+
+def test_answers_of_others_go_on_beside_decisions() -> None:
+    model, processor, config = parts("qwen3_5")
+    messages = [{"role": "user", "content": "Tell me something about it."}]
+    with ks.wrap(model, processor) as vlm, ks.wrap(model, processor) as alone:
+        wanted = alone.chat(messages, max_new_tokens=24, min_new_tokens=24).text
+        theirs = alone.decide(request(5, 40), decision_config=config)
+        found: list[str] = []
+        chat = threading.Thread(
+            target=lambda: found.append(
+                vlm.chat(messages, max_new_tokens=24, min_new_tokens=24).text
+            )
+        )
+        chat.start()
+        assert vlm.decide(request(5, 40), decision_config=config) == theirs
+        chat.join()
+        assert found == [wanted]
+        vlm.runtime.check()
+
+
 TEMPLATE = (
     "{% for part in [state] %}{% if part is string %}{{ part }}{% else %}{% for p in part %}"
     "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}"
@@ -304,3 +363,43 @@ def test_bad_input_is_named_and_the_next_request_is_served() -> None:
             vlm.decide(good, decision_config=__file__ + "/decision.json")
         expect_equal(vlm.decide(good, decision_config=config), theirs)
         vlm.runtime.check()
+
+
+@functools.cache
+def deciding(softcap: float | None) -> Any:
+    """A decision model around the hybrid: its head scores options."""
+    inner = parts("qwen3_5")[0]
+    config = JevConfig(
+        hidden_size=inner.config.text_config.hidden_size,
+        softcap=softcap,
+        text_config=inner.config.to_dict(),
+    )
+    model = JevForDecision(config).eval()
+    model.model.load_state_dict(inner.model.state_dict())
+    torch.nn.init.normal_(model.proj.weight, generator=torch.Generator().manual_seed(1))
+    mark = "{{ state }} {{ question.type }} {{ question.instructions }}:<|mark|> end"
+    model.decision_config = DecisionConfig(chat_template=mark, temperature={"noul": 2.0})
+    return model
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_head_of_a_decision_model(softcap: float | None, tmp_path: Path) -> None:
+    model, processor = deciding(softcap), copy.copy(parts("qwen3_5")[1])
+    processor.tokenizer = copy.deepcopy(processor.tokenizer)
+    given = {"state": "a text", "questions": {k: q for k, q in questions(3).items() if k != "tone"}}
+    pipe = DecisionPipeline(model=model, tokenizer=processor.tokenizer, processor=processor)
+    theirs = pipe(given)
+    with ks.wrap(model, parts("qwen3_5")[1]) as vlm:
+        ours = vlm.decide(given)
+        expect_equal(ours, theirs)
+        assert len({round(one["noul"], 4) for one in list(ours.values())[:3]}) == 3  # type: ignore[union-attr]
+        messages = [{"role": "user", "content": "Hello?"}]
+        for call in (vlm.chat, vlm.generate, lambda m: vlm.score(m, ["a"])):
+            with pytest.raises(UnsupportedInput, match="decision model"):
+                call(messages if call != vlm.generate else torch.tensor([[20, 21]]))
+        assert vlm.decide(given) == ours
+    model.save_pretrained(tmp_path)
+    processor.tokenizer.save_pretrained(tmp_path)
+    loaded = loading.load_named(str(tmp_path), "float32", None, None)[0]
+    with ks.wrap(loaded, parts("qwen3_5")[1]) as vlm:
+        expect_equal(vlm.decide(given), theirs)
