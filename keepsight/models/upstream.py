@@ -116,13 +116,6 @@ def parsed_template(source: str) -> nodes.Template:
 # -- decisions -------------------------------------------------------------------------------------
 
 _TEMPLATES = "transformers.decision.template_utils"
-_SPLIT = PrivateApi(_TEMPLATES, "_split_at_placeholders", "to put assets at their placeholders")
-_INSERT = PrivateApi(_TEMPLATES, "_insert_images", "to put assets into a decision template")
-_VARIABLES = PrivateApi(
-    "transformers.utils.chat_template_utils",
-    "_get_template_variables",
-    "to learn what a decision template reads",
-)
 
 
 def decisions() -> Any:
@@ -137,12 +130,12 @@ def decision_models() -> Any:
 
 def template_variables(source: str) -> frozenset[str]:
     """The variables that a template reads."""
-    return frozenset(_VARIABLES.needed()(source))
+    return frozenset(chat_template_utils._get_template_variables(source))
 
 
 def decision_text(state: object, question: object) -> str:
     """The generic prompt of one question, for models without a decision template."""
-    template = _COMPILED.needed()(decisions().DECISION_PROMPT)
+    template = chat_template_utils._compile_jinja_template(decisions().DECISION_PROMPT)
     text: str = template.render(state=state, question=question)
     return text
 
@@ -151,7 +144,7 @@ def split_at_placeholders(
     text: str, assets: Mapping[str, object], load: Callable[[str], object]
 ) -> list[Record]:
     """A text in parts: texts, and images where a placeholder stands."""
-    parts: list[Record] = _SPLIT.needed()(text, assets, load)
+    parts: list[Record] = decisions()._split_at_placeholders(text, assets, load)
     return parts
 
 
@@ -159,7 +152,7 @@ def insert_images(
     inputs: Record, assets: Mapping[str, object], load: Callable[[str], object]
 ) -> tuple[Record, list[object]]:
     """The inputs of a decision template with image parts at placeholders, and the images."""
-    made: tuple[Record, list[object]] = _INSERT.needed()(inputs, assets, load)
+    made: tuple[Record, list[object]] = decisions()._insert_images(inputs, assets, load)
     return made
 
 
