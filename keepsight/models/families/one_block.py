@@ -1,4 +1,7 @@
-"""Families where the tokens of an image, or of a whole prompt, attend to each other both ways."""
+"""Families where the tokens of an image, or of a whole prompt, attend to each other both ways.
+
+Such a block is never cut. It is found by type ids, which each pass over a chunk needs in full.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Families that pack patches on a grid, as Qwen's, with something of their own."""
+"""Families that pack patches on a grid, as Qwen's do, with something of their own.
+
+One merges patches otherwise, one routes tokens to experts, one marks the end of each row, one uses
+the same placeholder for images and videos, and one draws.
+"""
 
 from __future__ import annotations
 

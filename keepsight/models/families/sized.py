@@ -1,4 +1,7 @@
-"""Families whose images come with their sizes, padded to the largest of a call."""
+"""Families whose images come with their sizes, padded to the largest of a call.
+
+The padding is cut off before an image is named, so its name does not depend on its neighbours.
+"""
 
 from __future__ import annotations
 

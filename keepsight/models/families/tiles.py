@@ -1,4 +1,8 @@
-"""Families that cut one image into several tiles of one size, packed one behind the other."""
+"""Families that cut one image into several tiles of one size.
+
+A processor packs the tiles of all images one behind the other. What differs is how a prompt tells
+where one image ends, and what the tower gives beside the features of tiles.
+"""
 
 from __future__ import annotations
 
