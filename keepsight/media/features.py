@@ -53,7 +53,7 @@ class Vision:
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self.parts = TowerParts()  # of all passes for large pictures
         self._steps: dict[str, tuple[VideoStep, ...]] = {}  # of recent videos, by feature id
-        self._shared = True
+        self.shared = True
 
     @property
     def counts(self) -> dict[str, int]:
@@ -65,10 +65,10 @@ class Vision:
     ) -> None:
         """Set weights and provenance; called before each use. Features that are not `shared` belong
         to a model that only this process knows, and stay in memory."""
-        self.namer.bind(provenance, code)
+        self.namer.bind(provenance, code, shared)
         by_step = videos_by_step(self._family)
         self.tower.origin = video_steps.FeatureOrigin(weights, settings, provenance, by_step)
-        self._shared = shared
+        self.shared = shared
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Vision:
             return
         for package in made:
             self._keep(package, cost / len(made))
-            if self._shared:
+            if self.shared:
                 self.store_package(package, cost / len(made))
 
     def store_package(self, package: Package, cost: float) -> Package:
