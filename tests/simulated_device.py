@@ -399,8 +399,8 @@ def simulation(monkeypatch: Any) -> Iterator[Any]:
     _register()
     # A real device's tensors are plain ones, and its code is torch's: none of it is a model's own.
     monkeypatch.setattr(identity, "_USUAL", (*identity._USUAL, SimulatedTensor))
-    known = identity.is_library_file
-    monkeypatch.setattr(identity, "is_library_file", lambda p: p == __file__ or known(p))
+    known = identity.is_library
+    monkeypatch.setattr(identity, "is_library", lambda name: name == __name__ or known(name))
     monkeypatch.setattr(torch, "tensor", _tensor)
     monkeypatch.setattr(devices, "pinned_like", garbage_like)
     # In place, a moved parameter would change its memory and not what it says of itself.

@@ -17,10 +17,9 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import importlib.util
+import inspect
 import logging
 import operator
-import os
 import re
 import secrets
 import sys
@@ -32,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -100,6 +99,11 @@ _WITHOUT_VALUE = (  # where a model lies is part of the environment
     weakref.ReferenceType,
 )  # fmt: skip
 _SAMPLES = 8  # values of each tensor on the CPU that are compared
+# Perhaps installed to be edited; the versions of the first three are part of the environment.
+_LIBRARIES = ("torch", "transformers", "keepsight", "peft", "accelerate", "torchao", "optimum")
+_FUNCTIONS = (FunctionType, MethodType, functools.partial, type(None))
+_MISSING = object()
+_DESCRIBED = operator.attrgetter("_version", "shape", "dtype")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -132,14 +136,17 @@ class _Container:
 
     def changed(self) -> set[Owner]:
         """The owner of a change; none of the weights if only functions or modes changed."""
-        now, missing = self.now(), object()
-        names = [name for name in {**self.then, **now} if name not in self.ignored]
-        pairs = [(n, self.then.get(n, missing), now.get(n, missing)) for n in names]
-        other = [pair for pair in pairs if not _same(*pair[1:])]
-        if not other and [n for n in self.then if n in now] == [n for n in now if n in self.then]:
+        then, now = self._named(self.then), self._named(self.now())
+        names = {**then, **now}
+        other = [n for n in names if not _same(then.get(n, _MISSING), now.get(n, _MISSING))]
+        if not other and list(then) == list(now):
             return set()
-        quiet = other and all(n == "training" or callable(a) or callable(b) for n, a, b in other)
+        values = [home.get(name) for name in other if name != "training" for home in (then, now)]
+        quiet = other and all(isinstance(value, _FUNCTIONS) for value in values)
         return {None if quiet else self.owner}
+
+    def _named(self, items: dict[Any, object]) -> dict[Any, object]:
+        return {name: value for name, value in items.items() if name not in self.ignored}
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -168,15 +175,11 @@ class Watch:
     def __init__(self) -> None:
         self._objects: dict[int, tuple[Any, type, Any, Owner]] = {}
         self._containers: dict[int, _Container] = {}
-        self._tensors: dict[int, tuple[torch.Tensor, Owner]] = {}
-        self._kept: list[object] = []
-
-    def keep(self, thing: object) -> None:
-        """Hold something, so that nothing else takes its address."""
-        self._kept.append(thing)
+        self._tensors: dict[int, tuple[torch.Tensor, tuple[object, ...], Owner]] = {}
+        self.kept: list[object] = []  # so that nothing else takes its address
 
     def container(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
-        """Hold the items of a dict, a class or a list."""
+        """Hold the items of a dict or a list."""
         if id(thing) not in self._containers:
             self._containers[id(thing)] = _Container(thing, owner, ignored)
 
@@ -187,47 +190,36 @@ class Watch:
 
     def kind(self, kind: type) -> None:
         """Hold the attributes of a class."""
-        view = vars(kind)  # made anew each time: known by its class
-        if id(kind) not in self._containers:
-            self._containers[id(kind)] = _Container(view, None, frozenset())
-            self.keep(kind)
+        if id(kind) not in self._containers:  # its view is made anew each time
+            self._containers[id(kind)] = _Container(vars(kind), None, frozenset())
+            self.kept.append(kind)
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Hold a tensor by its place, its version and a few of its values."""
-        self._tensors.setdefault(id(tensor), (tensor, owner))
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor, _stamp(tensor), owner
 
     def seal(self) -> None:
         """Arrange what is held, to compare thousands of things in few calls."""
-        objects = [*self._objects.values()]
-        self._things = [thing for thing, *_ in objects]
-        self._kinds = [kind for _, kind, *_ in objects]
-        self._homes = [home for _, _, home, _ in objects]
+        self._things = [thing for thing, *_ in self._objects.values()]
+        self._kinds = [kind for _, kind, *_ in self._objects.values()]
+        self._homes = [home for _, _, home, _ in self._objects.values()]
         self._all = [*self._containers.values()]
-        self._views = [
-            c.thing if isinstance(c.thing, list | set | deque)
-            else dict.values(c.thing) if isinstance(c.thing, dict) else c.thing.values()
-            for c in self._all
-        ]  # fmt: skip
-        self._named = [c.thing for c in self._all if isinstance(c.thing, Mapping)]
+        self._named = [one.thing for one in self._all if isinstance(one.thing, Mapping)]
+        self._views = [_view(one.thing) for one in self._all]
         self._flatten()
-        held = [*self._tensors.values()]
-        odd = [
-            type(t) not in _USUAL or t.is_inference() or t.layout != torch.strided for t, _ in held
-        ]
-        self._odd = [(t, _stamp(t), o) for (t, o), is_odd in zip(held, odd, strict=True) if is_odd]
-        plain = [pair for pair, is_odd in zip(held, odd, strict=True) if not is_odd]
-        self._plain, self._owners = [t for t, _ in plain], [owner for _, owner in plain]
-        self._places = self._places_now()
-        self._samples = [_sample(t) for t in self._plain]
-        self._copies = [view.copy() for view in self._samples]
-        kinds = {view.dtype for view in self._samples}
-        self._by_kind = [[v for v in self._samples if v.dtype == kind] for kind in kinds]
-        self._values = self._values_now()
+        tensors = [*self._tensors.values()]
+        self._odd = [one for one in tensors if _is_odd(one[0])]
+        self._plain = [tensor for tensor, *_ in tensors if not _is_odd(tensor)]
+        samples = [_sample(tensor) for tensor in self._plain]
+        kinds = {view.dtype for view in samples}
+        self._samples = [[view for view in samples if view.dtype == kind] for kind in kinds]
+        self._places, self._values = self._places_now(), self._values_now()
 
     def _flatten(self) -> None:
-        self._sizes = [len(c.then) for c in self._all]
-        self._items = [item for c in self._all for item in c.then.values()]
-        self._names = [n for c in self._all if isinstance(c.thing, Mapping) for n in c.then]
+        self._sizes = [len(one.then) for one in self._all]
+        self._items = [item for one in self._all for item in one.then.values()]
+        self._names = [n for one in self._all if isinstance(one.thing, Mapping) for n in one.then]
 
     def _places_now(self) -> list[tuple[object, ...]]:
         kind, tensors = torch.Tensor, self._plain
@@ -235,27 +227,25 @@ class Watch:
         return list(zip(addresses, strides, map(_DESCRIBED, tensors), strict=True))
 
     def _values_now(self) -> list[bytes]:
-        return [np.concatenate(views).tobytes() for views in self._by_kind]
+        return [np.concatenate(views).tobytes() for views in self._samples]
 
     def moved(self) -> tuple[set[Owner], bool]:
         """The owners of what changed since it was held, and whether that is a tensor."""
-        found = (
-            {
-                owner
-                for thing, kind, home, owner in self._objects.values()
-                if type(thing) is not kind or vars(thing) is not home
-            }
-            if self._other_objects()
-            else set[Owner]()
-        )
+        found = set[Owner]()
+        if self._other_objects():
+            for thing, kind, home, owner in self._objects.values():
+                if type(thing) is not kind or vars(thing) is not home:
+                    found.add(owner)
         if self._other_items():
-            for one in self._all:
-                found |= one.changed()
+            found |= {owner for one in self._all for owner in one.changed()}
             if not found:  # values that are equal, or ignored
                 for one in self._all:
                     one.then = one.now()
                 self._flatten()
-        tensors = self._moved_tensors()
+        # The views lie in the old places: read them only if all tensors are there still.
+        same = self._places_now() == self._places and self._values_now() == self._values
+        asked = self._odd if same else self._tensors.values()
+        tensors = {owner for tensor, then, owner in asked if _stamp(tensor) != then}
         return found | tensors, bool(tensors)
 
     def _other_objects(self) -> bool:
@@ -263,32 +253,26 @@ class Watch:
         return not same or list(map(type, self._things)) != self._kinds
 
     def _other_items(self) -> bool:
-        return (
-            list(map(len, self._views)) != self._sizes
-            or not all(map(operator.is_, chain.from_iterable(self._views), self._items))
-            or not all(map(operator.is_, chain.from_iterable(self._named), self._names))
-        )
+        try:
+            return (
+                list(map(len, self._views)) != self._sizes
+                or not all(map(operator.is_, chain.from_iterable(self._views), self._items))
+                or not all(map(operator.is_, chain.from_iterable(self._named), self._names))
+            )
+        except RuntimeError:  # another thread changes one of them
+            return True
 
-    def _moved_tensors(self) -> set[Owner]:
-        found = {owner for tensor, then, owner in self._odd if _stamp(tensor) != then}
-        now = self._places_now()
-        # The views lie in the old places: read them only if all tensors are there still.
-        if now == self._places and self._values_now() == self._values:
-            return found
-        rows = zip(now, self._places, self._samples, self._copies, self._owners, strict=True)
-        return found | {
-            owner
-            for place, then, view, values, owner in rows
-            if place != then or not np.array_equal(view, values)
-        }
+
+def _view(thing: Any) -> Any:
+    """A live view of the items of a container."""
+    if isinstance(thing, dict):
+        return dict.values(thing)
+    return thing.values() if isinstance(thing, Mapping) else thing
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
     """Whether a tensor lacks a version or a place of its own."""
     return type(tensor) not in _USUAL or tensor.is_inference() or tensor.layout != torch.strided
-
-
-_DESCRIBED = operator.attrgetter("_version", "shape", "dtype")
 
 
 def _stamp(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -389,24 +373,22 @@ class Describer:
         kind = type(value)
         if kind in _VALUES:
             return (kind.__name__, repr(value))
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
-        self._known[id(value)] = (value, ("again",))  # it contains itself
-        try:
-            found = self._describe(value, owner)
-        except KeepsightError:
-            raise
-        except Exception:  # a user's object may raise anything
-            found = self.private(value)
-        self._known[id(value)] = (value, found)
-        return found
+        if id(value) not in self._known:
+            self._known[id(value)] = (value, ("again",))  # it contains itself
+            try:
+                found = self._describe(value, owner)
+            except KeepsightError:
+                raise
+            except Exception:  # a user's object may raise anything
+                found = self.private(value)
+            self._known[id(value)] = (value, found)
+        return self._known[id(value)][1]
 
     def private(self, thing: object) -> Plain:
         """A description that no other process has."""
         if isinstance(thing, MethodType):  # made anew each time that it is asked for
             return ("method", self.private(thing.__self__), self.private(thing.__func__))
-        self._watch.keep(thing)
+        self._watch.kept.append(thing)
         return self._private.row(thing)
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> Plain:
@@ -456,115 +438,73 @@ class Describer:
 
     def _callable(self, value: Any, owner: Owner) -> Plain:
         """A library's function by its place; anything else belongs to this process."""
-        if isinstance(value, FunctionType) and is_library_file(value.__code__.co_filename):
-            inside = [self.value(cell.cell_contents, owner) for cell in value.__closure__ or ()]
-            given = self.value(value.__defaults__, owner) if inside else ()
-            return ("function", *place_of(value), *inside, given)
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
             return ("partial", *(self.value(part, owner) for part in parts))
         if isinstance(value, MethodType) and id(value.__self__) in self._places:
             own = self.value(value.__func__, owner)
             return ("method", self._places[id(value.__self__)], own)
-        if isinstance(value, BuiltinFunctionType):
-            whose = getattr(value, "__self__", None)
-            if whose is None or isinstance(whose, ModuleType):
-                return ("builtin", *place_of(value))
-        if isinstance(value, _C_METHODS):
+        if isinstance(value, FunctionType) and is_library(place_of(value)[0]):
+            inside = [self.value(cell.cell_contents, owner) for cell in value.__closure__ or ()]
+            given = self.value(value.__defaults__, owner) if inside else ()
+            return ("function", *place_of(value), *inside, given)
+        whose = getattr(value, "__self__", None)
+        if isinstance(value, _OF_C) and (whose is None or isinstance(whose, ModuleType)):
             return ("builtin", *place_of(value))
         return self.private(value)
 
     def kind(self, kind: type) -> Plain:
         """A class: a library's by its place, a user's by that and by the text of its file."""
-        if is_library_type(kind):
+        if is_library(kind.__module__):
             return place_of(kind)
-        home = sys.modules.get(kind.__module__)
-        file = getattr(home, "__file__", None)
-        found: Any = home
+        found: Any = sys.modules.get(kind.__module__)
+        file = getattr(found, "__file__", None)
         for name in kind.__qualname__.split("."):
             found = getattr(found, name, None)
         if found is not kind or file is None:
             return self.private(kind)
-        bases = (base for base in kind.__bases__ if not is_library_type(base))
+        bases = (base for base in kind.__bases__ if not is_library(base.__module__))
         return ("class", *place_of(kind), _file_digest(file), *map(self.kind, bases))
 
-    def replaced(self, kind: type, inside: tuple[str, ...] = ("forward",)) -> Iterator[Plain]:
-        """The methods of a class that were not in it when its module was imported."""
+    def replaced(self, kind: type, telling: tuple[str, ...] = ("forward",)) -> Iterator[Plain]:
+        """The functions of a class that its module did not put there; asked of those of its bases
+        that define one of the `telling` names."""
         for base in kind.__mro__:
-            if base in (torch.nn.Module, object) or not any(name in vars(base) for name in inside):
+            if base in (torch.nn.Module, object) or not any(name in vars(base) for name in telling):
                 continue
             self._watch.kind(base)
             for name, value in list(vars(base).items()):
-                if name == "__call__" or not name.startswith("__"):
-                    function = _function_of(value)
-                    if _is_method(function) and not _is_in_place(function, base, name):
-                        yield ("replaced", *place_of(base), name, self.value(function, None))
+                if (name == "__call__" or not name.startswith("__")) and _is_put(base, name, value):
+                    yield ("replaced", *place_of(base), name, self.value(value, None))
 
 
-_C_METHODS = (type(str.join), type(object.__init__), type(vars(dict)["fromkeys"]))
+_OF_C = (BuiltinFunctionType, type(str.join), type(object.__init__), type(vars(dict)["fromkeys"]))
 
 
-def _function_of(value: object) -> object:
-    """The function inside a method, a property or the like."""
-    if isinstance(value, staticmethod | classmethod):
-        return value.__func__
-    if isinstance(value, property):
-        return value.fget
-    if isinstance(value, functools.cached_property | functools.partialmethod):
-        return value.func
-    return value
+def _is_put(kind: type, name: str, value: object) -> bool:
+    """Whether an attribute of a class is a function from elsewhere."""
+    for inner in ("__func__", "fget", "func"):  # of a static method, a property, a cached property
+        value = getattr(value, inner, value)
+    if not isinstance(value, FunctionType):
+        known = isinstance(value, type) or type(value) in _VALUES
+        return not known and (callable(value) or hasattr(type(value), "__get__"))
+    module, place = place_of(inspect.unwrap(value))[:2]
+    wrapper = place_of(value)[0]
+    in_place = (module, place) == (kind.__module__, f"{kind.__qualname__}.{name}")
+    given = is_library(module) and "." not in place  # by a library's decorator
+    return not (in_place or given) or not (wrapper == module or is_library(wrapper))
 
 
-def _is_method(function: object) -> bool:
-    plain = isinstance(function, type) or type(function) in _VALUES
-    return not plain and (callable(function) or hasattr(type(function), "__get__"))
-
-
-def _is_in_place(function: object, kind: type, name: str) -> bool:
-    """Whether a function is in the class that defined it, perhaps in a library's wrapper."""
-    layers = [*_layers(function)]
-    if not layers:
+@functools.cache
+def is_library(module: str) -> bool:
+    """Whether a module came with Python or with an installed library."""
+    top = module.partition(".")[0]
+    if top in ("__main__", "unittest"):  # stand-ins of tests are a user's
         return False
-    own = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    files = {layer.__code__.co_filename for layer in layers}
-    code = layers[-1].__code__
-    if "." not in code.co_qualname and all(map(is_library_file, files)):
-        return True  # a library's decorator put another module's function into its class
-    return (
-        all(file == own or is_library_file(file) for file in files)
-        and code.co_filename == own
-        and code.co_qualname == f"{kind.__qualname__}.{name}"
-    )
-
-
-def _layers(function: object) -> Iterator[FunctionType]:
-    """A function and the functions that it wraps."""
-    while isinstance(function, FunctionType):
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-@functools.cache
-def _roots() -> tuple[str, ...]:
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    for name in ("torch", "transformers", "peft", "accelerate", "torchao", "optimum", "keepsight"):
-        found = importlib.util.find_spec(name)  # an editable install lies elsewhere
-        paths.update(found.submodule_search_locations or () if found is not None else ())
-    return (*sorted({str(path) + os.sep for path in paths if path}), "<frozen ")
-
-
-@functools.cache
-def is_library_file(path: str) -> bool:
-    """Whether code of this file came with an installed library."""
-    return path.startswith(_roots()) or os.path.realpath(path).startswith(_roots())
-
-
-def is_library_type(kind: type) -> bool:
-    """Whether a class came with an installed library. Stand-ins of tests do not count."""
-    module = sys.modules.get(kind.__module__)
-    path = getattr(module, "__file__", None)
-    known = module is not None and (path is None or is_library_file(path))
-    return known and not kind.__module__.startswith(("__main__", "unittest."))
+    if top in _LIBRARIES or top in sys.stdlib_module_names:
+        return True
+    path = str(getattr(sys.modules.get(module), "__file__", None))
+    return path.startswith(tuple(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
 def place_of(thing: object) -> tuple[str, ...]:
@@ -572,10 +512,9 @@ def place_of(thing: object) -> tuple[str, ...]:
     module = str(getattr(thing, "__module__", None) or "")
     name = str(getattr(thing, "__qualname__", None) or getattr(thing, "__name__", ""))
     if isinstance(thing, FunctionType):
-        name = thing.__code__.co_qualname
-        module = str(thing.__globals__.get("__name__", module))
+        name, module = thing.__code__.co_qualname, str(thing.__globals__.get("__name__", module))
     top = module.partition(".")[0]
-    if top in ("torch", "transformers", "keepsight") or top in sys.stdlib_module_names:
+    if top in _LIBRARIES[:3] or top in sys.stdlib_module_names:
         return (module, name)  # their versions are part of the environment
     version = str(getattr(sys.modules.get(top), "__version__", ""))
     return (module, name, *filter(None, [version]))
@@ -735,7 +674,7 @@ class _Differences:
 
     def _hooks(self, homes: Record, name: str, path: str) -> Iterator[Plain]:
         for key, hook in homes[name].items():
-            if not is_known(key, hook):
+            if not _is_known(key, hook):
                 how = tuple(flag for flag in _HOOKS[name] if key in homes[flag])
                 yield ("hook", name, self._describer.private(hook), how)
 
@@ -780,33 +719,26 @@ def _is_random(module: torch.nn.Module) -> bool:
         return True
     if not _reads_training(type(module)):
         return False
-    return not is_library_type(type(module)) or any(
+    return not is_library(type(module).__module__) or any(
         isinstance(value, int | float) and value > 0 and any(word in name for word in _NOISE)
         for name, value in vars(module).items()
     )
 
 
 def _reads_training(kind: type) -> bool:
-    """Whether code of a module's class reads the training mode."""
+    """Whether the methods of a module's class read the training mode."""
     bases = kind.__mro__[: kind.__mro__.index(torch.nn.Module)]
-    functions = (layer for b in bases for v in vars(b).values() for layer in _layers(v))
-    return any("training" in _names_in(function.__code__) for function in functions)
+    functions = (inspect.unwrap(f) for b in bases for f in vars(b).values() if callable(f))
+    return any("training" in f.__code__.co_names for f in functions if isinstance(f, FunctionType))
 
 
-@functools.lru_cache(4096)
-def _names_in(code: CodeType) -> frozenset[str]:
-    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-def is_known(key: object, hook: object) -> bool:
+def _is_known(key: object, hook: object) -> bool:
     """Whether a hook is ours, or one of those by which libraries only record."""
     function = hook.__func__ if isinstance(hook, MethodType) else hook
-    if key == OUR_HOOK or not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType):
         return key == OUR_HOOK
     module, name, *_ = place_of(function)
-    found = (module, name.rpartition(".")[2]) in upstream.SILENT_HOOKS
-    return found and is_library_file(function.__code__.co_filename)
+    return key == OUR_HOOK or (module, name.rpartition(".")[2]) in upstream.SILENT_HOOKS
 
 
 def _is_ours(value: object) -> bool:
@@ -1075,10 +1007,11 @@ class ProcessorCode:
             rows.append((self._private.name, str(self._announced)))
         for number, part in enumerate(parts):
             watch.holder(part, None)
-            if not is_library_type(type(part)):
-                rows.append((str(number), describer.kind(type(part))))
-            replaced = describer.replaced(type(part), ("preprocess", "_preprocess", "__call__"))
-            rows += [row for row in replaced if self._private.name in repr(row)]
+            kind = type(part)
+            if not is_library(kind.__module__):
+                rows.append((str(number), describer.kind(kind)))
+            found = describer.replaced(kind, ("preprocess", "_preprocess", "__call__"))
+            rows += [row for row in found if self._private.name in repr(row)]
             rows += [
                 (str(number), name, describer.private(value))
                 for name, value in vars(part).items()
