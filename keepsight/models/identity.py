@@ -205,7 +205,11 @@ class Watch:
         self._kinds = [kind for _, kind, *_ in self._objects.values()]
         self._homes = [home for _, _, home, _ in self._objects.values()]
         self._all = [*self._containers.values()]
-        self._named = [one.thing for one in self._all if isinstance(one.thing, Mapping)]
+        own = {id(home) for home in self._homes}
+        dicts = [one for one in self._all if isinstance(one.thing, Mapping) and one.then]
+        # A new attribute comes last, so of the many names of objects the last ones tell.
+        self._ending = [one for one in dicts if id(one.thing) in own]
+        self._named = [one for one in dicts if id(one.thing) not in own]
         self._views = [_view(one.thing) for one in self._all]
         self._flatten()
         tensors = [*self._tensors.values()]
@@ -219,7 +223,8 @@ class Watch:
     def _flatten(self) -> None:
         self._sizes = [len(one.then) for one in self._all]
         self._items = [item for one in self._all for item in one.then.values()]
-        self._names = [n for one in self._all if isinstance(one.thing, Mapping) for n in one.then]
+        self._names = [name for one in self._named for name in one.then]
+        self._ends = [next(reversed(one.then)) for one in self._ending]
 
     def _places_now(self) -> list[tuple[object, ...]]:
         kind, tensors = torch.Tensor, self._plain
@@ -257,7 +262,8 @@ class Watch:
             return (
                 list(map(len, self._views)) != self._sizes
                 or not all(map(operator.is_, chain.from_iterable(self._views), self._items))
-                or not all(map(operator.is_, chain.from_iterable(self._named), self._names))
+                or [name for one in self._named for name in one.thing] != self._names
+                or [next(reversed(one.thing)) for one in self._ending] != self._ends
             )
         except RuntimeError:  # another thread changes one of them
             return True
