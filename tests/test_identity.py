@@ -269,25 +269,38 @@ def test_a_part_in_training_mode_is_refused_where_it_is_random(vlm: Any) -> None
     assert namespace(vlm) == named
 
 
-def test_the_scale_of_an_adapter_is_part_of_the_model(parts: tuple[Any, Any]) -> None:
+def test_the_scale_of_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
+    """In a session, and over a store."""
     peft = pytest.importorskip("peft")
-    build.cache_clear()
-    model, processor = build("qwen3_vl")
+    model, processor = build.__wrapped__("qwen3_vl")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    with ks.wrap(model, processor) as vlm:
+    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
         model.add_adapter(config, adapter_name="one")
         model.eval()
-        first, named = logits(vlm, MESSAGES), namespace(vlm)
+        first, named, session = logits(vlm, MESSAGES), namespace(vlm), vlm.session()
+        session.ask("What is it?", images=[picture(1)], **how)
+        vlm.flush()
         layers = [m for m in model.modules() if hasattr(m, "set_scale")]
         for layer in layers:
             layer.set_scale("one", 3.0)
         assert namespace(vlm) != named
         scaled = logits(vlm, MESSAGES)
         assert not torch.equal(scaled, first) and torch.equal(scaled, cold(vlm, MESSAGES))
+        reply = session.ask("And now?", **how)
+        with ks.wrap(model, processor) as fresh:
+            assert fresh.chat(session.messages[:-1], **how).tokens == reply.tokens
+        with ks.wrap(model, processor, store=tmp_path) as other:
+            assert torch.equal(logits(other, MESSAGES), scaled)
         for layer in layers:
             layer.set_scale("one", 1.0)
         assert namespace(vlm) == named
-    build.cache_clear()
+        for deed in ("merge", "unmerge"):
+            for layer in layers:
+                getattr(layer, deed)()
+            assert torch.equal(logits(vlm, MESSAGES), cold(vlm, MESSAGES))
+        model.delete_adapter("one")
+        assert torch.equal(logits(vlm, MESSAGES), cold(vlm, MESSAGES))
 
 
 def test_an_adapter_folder_is_bound_to_its_base_and_its_settings(tmp_path: Path) -> None:
