@@ -420,9 +420,7 @@ class Describer:
             return ("module", value.__name__)
         if isinstance(value, dict):
             self._watch.container(value, owner)
-            pairs = dict.items(value)
-            found = [(self.value(name, owner), self.value(part, owner)) for name, part in pairs]
-            return (*place_of(kind), *sorted(found, key=repr))
+            return (*place_of(kind), *self._items(dict.items(value), owner))
         if isinstance(value, list | tuple | set | frozenset | deque):
             if not isinstance(value, tuple | frozenset):
                 self._watch.container(value, owner)
@@ -439,8 +437,12 @@ class Describer:
             return self.private(value)
         ignored = _ORIGIN if isinstance(value, PreTrainedConfig) else frozenset()
         self._watch.holder(value, owner, ignored)
-        own = {name: part for name, part in vars(value).items() if name not in ignored}
-        return (*self.kind(kind), self.value(own, owner))
+        own = [pair for pair in vars(value).items() if pair[0] not in ignored]
+        return (*self.kind(kind), *self._items(own, owner), ())
+
+    def _items(self, pairs: Iterable[tuple[Any, object]], owner: Owner) -> list[Plain]:
+        found = [(self.value(name, owner), self.value(part, owner)) for name, part in pairs]
+        return sorted(found, key=repr)
 
     def _callable(self, value: Any, owner: Owner) -> Plain:
         """A library's function by its place; anything else belongs to this process."""
