@@ -2,8 +2,8 @@
 
 Run `python -m bench.watching` on a machine that does nothing else. A Qwen3-VL model with random
 weights is looked at many times. Printed are the best and the median in microseconds: of the look at
-weights and code alone, and of all that a call looks at (`refresh`: torch's switches as well). The
-look has to find nothing, and a changed weight behind the last one; else the exit status is 1.
+the model alone, and of all that a call looks at (`refresh`: torch's switches as well). The look has
+to find nothing, and a changed weight behind the last one; else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import keepsight as ks
 from keepsight.bench import machine
 from keepsight.kinds import Record
 from keepsight.models.families import family_of
-from keepsight.models.weights import Weights
+from keepsight.models.identity import Identity
 
 FORMAT = 1
 _IN_A_LAYER, _BESIDE = 14, 63  # modules of a decoder's layer, and of all else
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     torch.set_num_threads(1)
     model = _model(max(1, (options.modules - _BESIDE) // _IN_A_LAYER + 1))
-    weights = Weights(model, family_of(model))
+    weights = Identity(model, family_of(model))
     weights.refresh()
     changes: list[bool] = []
     alone = _times(lambda: changes.append(weights.refresh()), options.repetitions)

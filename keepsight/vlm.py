@@ -54,10 +54,10 @@ from keepsight.models import loading, without_tower
 from keepsight.models.blindfold import blindfold
 from keepsight.models.deciding import without_head
 from keepsight.models.families import family_of
+from keepsight.models.identity import Identity
 from keepsight.models.loadable import check_loadable
 from keepsight.models.narrow import narrow
 from keepsight.models.tested import newer_than_tested
-from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.question import user_turn
 from keepsight.prompt.render import Renderer
@@ -215,7 +215,7 @@ class VLM:
             chosen.tenant_quota,
             (chosen.cache_budget or 0, chosen.vision_budget),
         )
-        weights = Weights(model, family)
+        weights = Identity(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
         elif newer_than_tested() and not family.packages_only:
@@ -504,6 +504,17 @@ class VLM:
         return delete(
             self.runtime, what, Call.before_decoding(dict(options), self.tenant, "delete")
         )
+
+    def refresh(self) -> None:
+        """Announce a change of model or processor that is not noticed by itself.
+
+        All weights are hashed again. If they are as before, something else changed that has no
+        name: then nothing remembered so far is used, and the store is left alone, until the model
+        is wrapped again. docs/limits.md says what is noticed without this.
+        """
+        self.runtime.require_open()
+        with self.runtime.lock:
+            self.runtime.announce()
 
     def flush(self) -> None:
         """Return when everything remembered so far is on the disk (with a store)."""

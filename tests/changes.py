@@ -200,15 +200,6 @@ def the_forward_of_a_class(model: Any) -> Undo:
 
 
 @change
-def a_function_of_its_module(model: Any) -> Undo:
-    import transformers.models.qwen3_vl.modeling_qwen3_vl as home
-
-    before = home.rotate_half
-    home.rotate_half = lambda x: before(x) * 0.5
-    return lambda: setattr(home, "rotate_half", before)
-
-
-@change
 def the_table_of_attention(model: Any) -> Undo:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
@@ -304,6 +295,52 @@ def a_weight_on_its_side(model: Any) -> Undo:
     before = weight.data
     weight.data = weight.data.t()
     return lambda: setattr(weight, "data", before)
+
+
+@change
+def weights_through_data(model: Any) -> Undo:
+    weight = attention(model).q_proj.weight
+    before = weight.data.clone()
+    weight.data.mul_(1.05)
+    return lambda: weight.data.copy_(before)
+
+
+@change
+def new_data_of_a_weight(model: Any) -> Undo:
+    weight = attention(model).q_proj.weight
+    before = weight.data
+    weight.data = before * 1.05
+    return lambda: setattr(weight, "data", before)
+
+
+@change
+def a_new_parameter(model: Any) -> Undo:
+    layer = attention(model).q_proj
+    before = layer.weight
+    layer.weight = torch.nn.Parameter(before.detach() * 1.05)
+    return lambda: setattr(layer, "weight", before)
+
+
+@change
+def a_state_that_is_loaded(model: Any) -> Undo:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: tensor * 1.01 for name, tensor in before.items()})
+    return lambda: model.load_state_dict(before)
+
+
+@change
+def a_layer_in_half_precision(model: Any) -> Undo:
+    """A cast of some weights: the sums of this layer are rounded to bfloat16."""
+    layer = attention(model).o_proj
+    before, forward = layer.weight, type(layer).forward
+    layer.weight = torch.nn.Parameter(before.detach().bfloat16())
+    back = _put(layer, "forward", lambda x: forward(layer, x.bfloat16()).to(x.dtype))
+
+    def undo() -> None:
+        back()
+        layer.weight = before
+
+    return undo
 
 
 @change

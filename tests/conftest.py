@@ -14,13 +14,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from described_once import describe_once
 from intel_avx2 import skip_what_asks_for_more
 from since_5_24 import skip_what_5_24_cannot
 from slow_tests import mark_repetitions_slow
@@ -144,20 +142,6 @@ def _equal_models_are_tried_once(
     monkeypatch.setattr(AnyCut, "_try", model_once)
     for module in (linear, packing):
         monkeypatch.setattr(module, "rows_of", shape_once)
-
-
-@pytest.fixture(scope="session")
-def described() -> OrderedDict[int, Any]:
-    """What was found of the models that tests looked at last."""
-    return OrderedDict()
-
-
-@pytest.fixture(autouse=True)
-def _equal_models_are_described_once(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, described: Any
-) -> None:
-    if not request.node.get_closest_marker("tries_anew"):
-        describe_once(monkeypatch, described)
 
 
 @pytest.fixture(scope="session")

@@ -393,15 +393,14 @@ def _register() -> None:
 @contextlib.contextmanager
 def simulation(monkeypatch: Any) -> Iterator[Any]:
     """The device while a test runs; what was given away while it was read fails the test."""
-    from keepsight.models import weights
-    from keepsight.models.fingerprint import functions
+    from keepsight.models import identity
     from keepsight.system import devices
 
     _register()
     # A real device's tensors are plain ones, and its code is torch's: none of it is a model's own.
-    monkeypatch.setattr(weights, "_USUAL", (*weights._USUAL, SimulatedTensor))
-    known = functions.is_library_file
-    monkeypatch.setattr(functions, "is_library_file", lambda p: p == __file__ or known(p))
+    monkeypatch.setattr(identity, "_USUAL", (*identity._USUAL, SimulatedTensor))
+    known = identity.is_library
+    monkeypatch.setattr(identity, "is_library", lambda name: name == __name__ or known(name))
     monkeypatch.setattr(torch, "tensor", _tensor)
     monkeypatch.setattr(devices, "pinned_like", garbage_like)
     # In place, a moved parameter would change its memory and not what it says of itself.

@@ -205,11 +205,11 @@ def test_restart_answers_from_disk(
         vlm.flush()
     with ks.wrap(model, processor, store=tmp_path) as vlm:
         monkeypatch.setattr(type(vlm.runtime.family), "encoder", property(lambda _: _raise))
-        monkeypatch.setattr(type(processor.image_processor), "preprocess", _raise)
         after = logits(vlm, messages)
         assert torch.equal(before, after)
         reply = vlm.chat([*messages, turn("Fine.", role="assistant"), turn("More?")])
         assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
+        assert vlm.stats()["features"]["preprocessed"] == 0
 
 
 def _raise(*args: Any, **kwargs: Any) -> Any:

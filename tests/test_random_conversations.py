@@ -20,7 +20,7 @@ from models import build, picture, turn
 import keepsight as ks
 from keepsight import Together
 from keepsight.errors import NotStored
-from keepsight.models.weights import settle
+from keepsight.models.identity import settle
 
 WORDS = "the red cat sees a blue dog beside many small green hills and asks what colour is it"
 QUICK = [("qwen3_vl", torch.float32, 1), ("sliding", torch.float32, 2)]

@@ -182,20 +182,14 @@ def test_what_a_turn_under_way_computes_does_not_come_back_after_a_reset(
         assert vlm.chat(asked, max_new_tokens=3, **GREEDY).usage.cached_tokens > 0
 
 
-class Counting:
-    """A hook with a state of its own: the model is another one after each pass."""
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def __call__(self, module: Any, given: Any, out: Any) -> Any:
-        self.passes += 1
-        return out * (1 + 1e-6 * self.passes)
+def training(layer: Any, given: Any, out: Any) -> None:
+    """A hook that changes weights: the model is another one after each pass."""
+    layer.down_proj.weight.mul_(1 + 1e-6)
 
 
 def test_a_model_that_changes_in_each_pass_ends_with_its_name() -> None:
-    model, processor = build("qwen3_vl")
-    handle = model.get_decoder().layers[0].mlp.register_forward_hook(Counting())
+    model, processor = build.__wrapped__("qwen3_vl")
+    handle = model.get_decoder().layers[0].mlp.register_forward_hook(training)
     long = [turn("Please look at this picture very carefully. " * 6, picture(1), picture(2))]
     try:
         with ks.wrap(model, processor) as vlm:

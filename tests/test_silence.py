@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging as stdlib_logging
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from huggingface_hub import utils as hub
 from transformers.utils import logging
 
 from keepsight.models import silence
-from keepsight.models.fingerprint.watch import _DictCopy
 from keepsight.models.loading import model_path
 
 _LOAD = """
@@ -66,18 +64,3 @@ def test_a_name_on_a_hub_shows_its_bar(tmp_path: Path) -> None:
     wanted = logging.is_progress_bar_enabled()
     with silence.without_short_bars("somebody/large"):
         assert logging.is_progress_bar_enabled() is wanted
-
-
-class _Making(OrderedDict):
-    """Makes its values when they are asked for, as Transformers' table of activations does."""
-
-    def __getitem__(self, name: str) -> object:
-        raise AssertionError("asked for a value")
-
-
-def test_a_table_that_makes_its_values_is_only_looked_at() -> None:
-    table = _Making(one=1)
-    looked = _DictCopy(table, {"somebody"}, frozenset(), frozenset(), None)
-    assert not looked.changed()
-    dict.__setitem__(table, "one", 2)
-    assert looked.changed() == {"somebody"}

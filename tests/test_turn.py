@@ -48,25 +48,37 @@ def boom(*args: Any, **kwargs: Any) -> Any:
 def test_warm_turn_touches_no_tower_no_processor_no_package(
     demo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ran: list[str] = []
+
+    def counting(thing: Any, name: str) -> None:
+        usual = getattr(thing, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            ran.append(name)
+            return usual(*given, **options)
+
+        monkeypatch.setattr(thing, name, counted)
+
+    counting(demo.model.base_model.visual, "forward")
+    counting(type(demo.processor.image_processor), "preprocess")
     session = demo.session()
     session.ask(LONG, picture(1))
-    visual = demo.model.base_model.visual
-    monkeypatch.setattr(visual, "forward", boom)
-    monkeypatch.setattr(type(demo.processor.image_processor), "preprocess", boom)
+    assert sorted(ran) == ["forward", "preprocess"]
     monkeypatch.setattr(demo.runtime.vision, "package", boom)
     reply = session.ask("And what colour is it?")
     again = demo.ask(picture(1), LONG)
+    assert sorted(ran) == ["forward", "preprocess"]
     assert reply.usage.images_encoded == again.usage.images_encoded == 0
     assert reply.usage.images_reused == 1
 
 
 def test_exactly_the_uncached_tokens_pass_through(demo_parts: Any) -> None:
     for model, processor in demo_parts.values():
-        with ks.wrap(model, processor) as vlm:
+        with ks.wrap(model, processor) as vlm, counted_tokens(vlm) as passes:
             session = vlm.session("You look at pictures and you answer briefly and politely.")
             for images in (picture(1), None, [picture(2), picture(3)], None):
-                with counted_tokens(vlm) as passes:
-                    reply = session.ask(LONG, images, max_new_tokens=5)
+                passes.clear()
+                reply = session.ask(LONG, images, max_new_tokens=5)
                 usage = reply.usage
                 steps = usage.completion_tokens - 1
                 assert sum(passes) - steps == usage.prompt_tokens - usage.cached_tokens
@@ -122,9 +134,10 @@ def test_a_tower_that_fails_once(demo: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_prepare_then_chat_only_decodes(demo: Any) -> None:
     messages = [turn(LONG, picture(1))]
-    report = demo.prepare(messages)
-    assert report.computed_tokens == report.prompt_tokens
     with counted_tokens(demo) as passes:
+        report = demo.prepare(messages)
+        assert report.computed_tokens == report.prompt_tokens
+        passes.clear()
         reply = demo.chat(messages, max_new_tokens=4)
     assert set(passes) <= {1} and reply.usage.cached_tokens == reply.usage.prompt_tokens
 
@@ -139,11 +152,12 @@ def test_a_prompt_with_one_token_behind_a_turn_is_answered_whole(demo: Any) -> N
 
 def test_explain_computes_nothing_and_tells_the_truth(demo: Any) -> None:
     messages = [turn(LONG, picture(1)), turn("Yes.", role="assistant"), turn("Two?", picture(2))]
-    demo.chat(messages[:1], max_new_tokens=1)
     with counted_tokens(demo) as passes:
+        demo.chat(messages[:1], max_new_tokens=1)
+        passes.clear()
         told = demo.explain(messages)
-    assert not passes
-    report = demo.chat(messages, max_new_tokens=1).report
+        assert not passes
+        report = demo.chat(messages, max_new_tokens=1).report
     assert told.segments == report.segments and told.cached_tokens == report.cached_tokens
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,43 +35,6 @@ def vlm() -> Iterator[Any]:
 def _in_place(model: Any) -> None:
     with torch.no_grad():
         model.get_decoder().layers[1].self_attn.q_proj.weight.mul_(1.05)
-
-
-def _through_data(model: Any) -> None:
-    model.get_decoder().layers[1].self_attn.q_proj.weight.data.mul_(1.05)
-
-
-def _new_data(model: Any) -> None:
-    weight = model.get_decoder().layers[1].self_attn.q_proj.weight
-    weight.data = weight.data * 1.05
-
-
-def _new_parameter(model: Any) -> None:
-    layer = model.get_decoder().layers[1].self_attn.q_proj
-    layer.weight = torch.nn.Parameter(layer.weight.detach() * 1.05)
-
-
-def _load_state_dict(model: Any) -> None:
-    state = {name: tensor * 1.01 for name, tensor in model.state_dict().items()}
-    model.load_state_dict(state)
-
-
-def _new_module(model: Any) -> None:
-    old = model.get_decoder().layers[1].self_attn.q_proj
-    new = torch.nn.Linear(old.in_features, old.out_features, bias=old.bias is not None)
-    model.get_decoder().layers[1].self_attn.q_proj = new
-
-
-CHANGES = [_in_place, _through_data, _new_data, _new_parameter, _load_state_dict, _new_module]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_weights_are_noticed(vlm: Any, change: Callable[[Any], None]) -> None:
-    before = logits(vlm, MESSAGES)
-    change(vlm.model)
-    after = logits(vlm, MESSAGES)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, cold(vlm, MESSAGES))
 
 
 def test_language_weights_leave_packages_alone(vlm: Any) -> None:

@@ -481,6 +481,7 @@ class Engine:
         with seq.stage("check"):
             seq.namespace = memory.refresh(seq.tenant)
         seq.rule, seq.vision = memory.rule, memory.vision_of(seq.tenant)
+        seq.prompt = self._under_present_names(seq)
         with seq.stage("match"):
             self._look(seq)
         seq.vision.require(seq.prompt.shown(seq.match.length))
@@ -613,7 +614,7 @@ class Engine:
             raise ModelKeepsChanging(
                 f"weights, settings or hooks of the model changed {seq.restarts} times while one "
                 "prompt was prefilled, so its parts do not belong together; stop what changes them "
-                "(training in another thread, or a hook that changes its own state in each pass), "
+                "(training in another thread, or a hook that changes weights in each pass), "
                 "and ask again"
             )
         self._release(seq, keep_lane=False)

@@ -37,13 +37,12 @@ from keepsight.media.naming import Namer
 from keepsight.models.compiled import Compiled
 from keepsight.models.environment import about, backend_version, environment_of
 from keepsight.models.families import Family
-from keepsight.models.fingerprint.processors import ProcessorCode
+from keepsight.models.identity import Identity, ProcessorCode
 from keepsight.models.quantised import (
     named_weights,
     refuse_experts_without_kernel,
     refuse_shared_scales,
 )
-from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
@@ -79,7 +78,7 @@ class Runtime:
         model: PreTrainedModel,
         family: Family,
         processor: Processor | None,
-        weights: Weights,
+        weights: Identity,
         settings: RuntimeSettings,
         store: Store | None,
         renderer: Renderer | None = None,
@@ -290,10 +289,7 @@ class Runtime:
         with named_weights(self.model):
             changed = weights.refresh(remembered)
         if changed:
-            self._compiled.gather()
-            refuse_shared_scales(self.model)
-            if self.engine.look_again():
-                self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
+            self._follow_change()
         if weights.state != self._read_at:
             self._read_again()
         now = self._now()
@@ -308,12 +304,24 @@ class Runtime:
         namespace = digests.digest("namespace", variant, self.rule.record(), tenant)
         if namespace not in self.made_under:
             self.made_under[namespace] = SnapshotOrigin(weights.all, tenant)
-            # A private fingerprint would never be found in a store again.
-            store = None if weights.is_private else self.store_of(tenant)
-            self.tree.root(namespace, tenant, store)
+            self.tree.root(namespace, tenant, self.store_of(tenant), weights.is_private)
             for empty in self.tree.drop_empty(namespace):
                 self.made_under.pop(empty, None)
         return namespace
+
+    def announce(self) -> None:
+        """Look at everything again, for a change that nothing shows."""
+        self._processor_code.announce()
+        with named_weights(self.model):
+            self.weights.announce()
+        self._follow_change()
+        self.refresh()
+
+    def _follow_change(self) -> None:
+        self._compiled.gather()
+        refuse_shared_scales(self.model)
+        if self.engine.look_again():
+            self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
 
     def _variant(self, now: Record) -> str:
         """The digest of the model and its environment, recomputed only after a change."""

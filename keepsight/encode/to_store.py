@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from keepsight import digests
 from keepsight.encode.items import Item
 from keepsight.encode.results import CountedPackages, Encoded, too_many
-from keepsight.errors import InputError, KeepsightError, NotStored
+from keepsight.errors import InputError, KeepsightError, ModelError, NotStored
 from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import Package
 from keepsight.media.medium import Medium
@@ -74,6 +74,11 @@ class ToStore:
         with self._vlm.runtime.lock:
             self._vlm.runtime.refresh(tenant=self._tenant)
             self._vision = self._vlm.runtime.vision_of(self._tenant).batched(self.batch)
+        if not self._vision.shared:
+            raise ModelError(
+                "the model has hooks, replaced methods or other code that only this process knows, "
+                "so a store cannot name what it computes; remove them, or encode to files"
+            )
 
     # -- in a thread -------------------------------------------------------------------------------
 

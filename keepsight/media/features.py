@@ -55,7 +55,7 @@ class Vision:
         self._store, self._tenant, self._ttl = store, tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self._steps: dict[str, tuple[VideoStep, ...]] = {}  # of recent videos, by feature id
-        self._shared = True
+        self.shared = True
 
     @property
     def counts(self) -> dict[str, int]:
@@ -67,12 +67,12 @@ class Vision:
     ) -> None:
         """Set weights and provenance; called before each use. Features that are not `shared` belong
         to a model that only this process knows, and stay in memory."""
-        self.namer.bind(provenance, code)
+        self.namer.bind(provenance, code, shared)
         by_step = videos_by_step(self._family)
         self.tower.origin = video_steps.FeatureOrigin(
             weights, settings, provenance, by_step, lambda: huge.can_go_by_rows(self._family)
         )
-        self._shared = shared
+        self.shared = shared
 
     def batched(self, count: int) -> Vision:
         """The same encoder, with so many pictures in a pass."""
@@ -342,7 +342,7 @@ class Vision:
             return
         for package in made:
             self._keep(package)
-            if self._shared:
+            if self.shared:
                 self.store_package(package, cost / len(made))
 
     def store_package(self, package: Package, cost: float) -> Package:

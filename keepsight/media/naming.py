@@ -56,15 +56,17 @@ class Namer:
         self._aliases, self._downloads = aliases, downloads
         self._settings: dict[str, str] = {}  # modality -> digest, filled on demand
         self._makers_of: dict[str, str] = {}
+        self._shared = True
         self._made_by: Record = {}  # library versions, and replaced code: both change pixels
         self.bound: tuple[object, ...] | None = (
             None  # the processor's settings when they were last digested
         )
         self.preprocessed = 0
 
-    def bind(self, provenance: Record, code: str = "") -> None:
+    def bind(self, provenance: Record, code: str = "", shared: bool = True) -> None:
         """Read the processor's settings, which may change at any time. `code`: the digest of its
-        replaced code."""
+        replaced code. Names that are not `shared` stay in memory."""
+        self._shared = shared
         now: tuple[object, ...] | None = None
         if self._processor is not None:
             parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
@@ -209,7 +211,7 @@ class Namer:
 
     def _remember(self, digest: str, entry: Record, file: str) -> None:
         self._aliases.put(self._tenant, digest, entry)
-        if self._store is not None:
+        if self._store is not None and self._shared:
             about = About(cost=1.0, media=(entry["key"],), ttl=self._ttl)
             note = {**entry, FILE: file} if file else entry
             self._store.put_note("alias", digest, note, about)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import ModelError, TowerRan
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import tower_parts
-from keepsight.models.fingerprint.stock import OUR_HOOK
+from keepsight.models.identity import OUR_HOOK
 
 OnRun = Callable[[str], None]  # gets the path of the part that is about to run
 _lock = threading.Lock()

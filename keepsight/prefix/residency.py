@@ -114,8 +114,15 @@ class Residency:
 
     # -- namespaces --------------------------------------------------------------------------------
 
-    def root(self, namespace: str, tenant: str | None = None, store: Store | None = None) -> Node:
-        """The root of all paths of a namespace; it belongs to one tenant and one store."""
+    def root(
+        self,
+        namespace: str,
+        tenant: str | None = None,
+        store: Store | None = None,
+        private: bool = False,
+    ) -> Node:
+        """The root of all paths of a namespace; it belongs to one tenant and one store, or to this
+        process alone if it is private."""
         home = self._homes.get(namespace)
         if home is None:
             home = self._homes[namespace] = Home(namespace, tenant or "")
@@ -123,7 +130,7 @@ class Residency:
             home.store = self.store.tenant(home.tenant) if own and self.store else self.store
         if tenant not in (None, home.tenant):
             raise InputError("this namespace belongs to another tenant; each has its own")
-        home.store = store or home.store
+        home.store = None if private else store or home.store
         if namespace not in self.roots:
             self.roots[namespace] = root = Node(None, home=home)
             root.entry = Stored(namespace, 0, 0)

@@ -15,7 +15,7 @@ import torch
 from keepsight.core.runtime import Runtime
 from keepsight.errors import KeepsightError, UnsupportedInput
 from keepsight.kinds import Options
-from keepsight.models.fingerprint.stock import OUR_HOOK
+from keepsight.models.identity import OUR_HOOK
 from keepsight.report import Report
 from keepsight.stock.inputs import pixels_in, with_features
 

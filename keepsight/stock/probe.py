@@ -33,8 +33,8 @@ from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.kinds import Inputs, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
+from keepsight.models.identity import Identity
 from keepsight.models.tested import TESTED
-from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.render import Renderer
 from keepsight.stock.generate import Generated, generate
@@ -76,7 +76,7 @@ class _Case:
 
 
 def settle(
-    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Weights
+    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Identity
 ) -> None:
     """Find what this family may reuse and set it on the instance, or refuse the model."""
     kind = model.config.model_type
@@ -112,7 +112,7 @@ def settle(
 
 
 def try_again(
-    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Weights
+    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Identity
 ) -> None:
     """Refuse a model of a known type that is no longer exact with a Transformers newer than any
     tested one. If it cannot be tried, log that."""
@@ -282,7 +282,7 @@ def _near(model: PreTrainedModel) -> float:
 
 
 def _runtime(
-    model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
+    model: PreTrainedModel, family: Family, processor: Processor, weights: Identity
 ) -> Runtime:
     """An empty runtime that cuts prompts at every few tokens."""
     runtime = Runtime(model, family, processor, weights, RuntimeSettings(), None)
@@ -294,7 +294,7 @@ def _first_difference(
     model: PreTrainedModel,
     family: Family,
     processor: Processor,
-    weights: Weights,
+    weights: Identity,
     cases: list[_Case],
 ) -> str:
     """The first difference over all cases, each run on top of those before; empty if none."""
@@ -338,7 +338,7 @@ def _difference(
 
 
 def _check_messages(
-    model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
+    model: PreTrainedModel, family: Family, processor: Processor, weights: Identity
 ) -> None:
     """Messages must give the processor's ids, and equal logits. Tensors need no template."""
     if not getattr(processor, "chat_template", None):

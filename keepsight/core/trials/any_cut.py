@@ -34,9 +34,9 @@ from keepsight.core.trials.cuts import Computed, Cuts, equal
 from keepsight.core.trials.findings import Finding, Rules
 from keepsight.kinds import Record
 from keepsight.models.families import Family
+from keepsight.models.identity import Identity
 from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
-from keepsight.models.weights import Weights
 from keepsight.store import Store
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class AnyCut:
         model: PreTrainedModel,
         family: Family,
         decoder: LanguageModel,
-        weights: Weights,
+        weights: Identity,
         settings: RuntimeSettings,
         owned: bool,
         store: Store | None = None,

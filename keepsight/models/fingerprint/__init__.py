@@ -1,1 +1,0 @@
-"""Fingerprints of a live model: everything that a forward pass reads."""
