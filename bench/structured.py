@@ -2,10 +2,9 @@
 
 Run `python -m bench.structured`. One model answers about a remembered picture: freely; with JSON
 whose texts are as free as that; and with JSON of which much is certain. They take turns, in an
-order that changes, with the same prompt. A rate is tokens of the answer over the processor's time
-of the whole call, in which nothing but the answer is computed, so that other programs on the
-machine do not count; a ratio is that of a form over the free answer of the same repetition, and
-shown is the median of all repetitions.
+order that changes, with the same prompt. A rate is tokens of the answer over the time of the whole
+call, in which nothing but the answer is computed; a ratio is that of a form over the free answer
+of the same repetition, and shown is the median of all repetitions.
 
 - **text**: a JSON schema of long texts, so that nearly every token is masked and none is certain.
 - **record**: names of properties and choices, most of whose tokens are certain and read in passes
@@ -110,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 def _timed(
     vlm: ks.VLM, picture: str, name: str, number: int, options: argparse.Namespace
 ) -> tuple[ks.Reply, float]:
-    """One answer, and the processor's seconds."""
+    """One answer, and its seconds."""
     chat = {"role": "user", "content": [{"type": "image", "image": picture}]}
     chat["content"] = [*chat["content"], {"type": "text", "text": words(7, 22)}]
     how: dict[str, Any] = {"max_new_tokens": options.tokens, "do_sample": True, "seed": number}
@@ -118,9 +117,9 @@ def _timed(
         how["min_new_tokens"] = options.tokens
     vlm.chat([chat], max_new_tokens=1, response_format=FORMS[name])  # read, and compiled
     with _singly() if name == SINGLY else _as_it_is():
-        begun = time.process_time()
+        begun = time.perf_counter()
         reply = vlm.chat([chat], response_format=FORMS[name], **how)
-        return reply, time.process_time() - begun
+        return reply, time.perf_counter() - begun
 
 
 @contextmanager
