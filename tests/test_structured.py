@@ -21,6 +21,8 @@ from transformers import LogitsProcessor
 
 import keepsight as ks
 from keepsight import Together
+from keepsight.core.decoding import drafts
+from keepsight.core.decoding.drafts import PassCosts
 from keepsight.core.engine import Engine
 from keepsight.core.structured.formats import DEEPEST, LARGEST, wanted
 from keepsight.core.structured.grammars import Constraint, Grammars
@@ -362,8 +364,10 @@ def test_logits_before_forced_tokens_are_recorded_if_asked_for(vlm: ks.VLM) -> N
     assert all(torch.isfinite(row).all() for row in out.logits)
 
 
-def test_guesses_and_grammars_go_together(vlm: ks.VLM) -> None:
+def test_guesses_and_grammars_go_together(vlm: ks.VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said before is guessed only as far as it may follow, and taken back if wrong."""
+    monkeypatch.setattr(PassCosts, "best", lambda _, agreeing, there: min(7, there))
+    monkeypatch.setattr(drafts, "LOSS", 1e9)  # however long a pass takes on this machine
     texts = {"regex": "(red |blue |green ){12}"}
     with ks.wrap(*build("qwen3_vl"), drafts=False) as plain:
         for seed in range(4):
@@ -372,7 +376,7 @@ def test_guesses_and_grammars_go_together(vlm: ks.VLM) -> None:
                 reply = vlm.chat(CHAT, **how)
                 assert reply.tokens == plain.chat(CHAT, **how).tokens
                 assert reply.finish_reason == "stop"
-            assert reply.usage.accepted_tokens and reply.usage.drafted_tokens > 12
+            assert reply.usage.accepted_tokens and reply.usage.drafted_tokens > 3
     vlm.runtime.check()
 
 

@@ -183,7 +183,7 @@ def _json(parameters: Record) -> str:
 
 def form_of(body: schema.ChatRequest, syntax: CallSyntax, unused: Unused) -> Format | None:
     """The form of the answer to a request; None if it is free."""
-    text = _text_form(body, unused)
+    text = text_form(body, unused)
     tools = body.shown_tools if body.tool_choice != "none" else []
     choice = body.tool_choice
     if isinstance(choice, schema.ForcedChoice):
@@ -247,10 +247,10 @@ def _either(text: Format, calls: Format) -> Format:
     return Format("calls", grammars, text.place, str, (text, *calls.parts))
 
 
-def _text_form(body: schema.ChatRequest, unused: Unused) -> Format | None:
-    """What the text has to be; at most one field may say it."""
-    asked = [(name, getattr(body, name)) for name in ("response_format", "structured_outputs")]
-    asked += [(name, getattr(body, name)) for name in _FIELDS]
+def text_form(body: schema.Forms, unused: Unused) -> Format | None:
+    """What the text of an answer has to be; at most one field may say it."""
+    names = ("response_format", "structured_outputs", *_FIELDS)
+    asked = [(name, getattr(body, name, None)) for name in names]
     found: list[Format] = []
     for name, given in asked:
         if given is None or given in ("", {}, False):

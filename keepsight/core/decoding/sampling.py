@@ -21,7 +21,7 @@ from transformers import (
 
 from keepsight.core.decoding.stops import StopStrings, stop_strings
 from keepsight.core.structured.grammars import Constraint, Grammar
-from keepsight.errors import InputError, PromptTooLong, UnknownOption
+from keepsight.errors import GrammarError, InputError, PromptTooLong, UnknownOption
 from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.prompt.lengths import context_length
@@ -130,7 +130,9 @@ def sampler(
     config.max_length = length + count
     upstream.prepare_special_tokens(model, config, ids.device)
     grammar = ours.get("response_format")
-    constraint = grammar.begin() if isinstance(grammar, Grammar) else None
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise GrammarError("response_format", "a call of this kind cannot give an answer a form")
+    constraint = grammar.begin() if grammar is not None else None
     own = list(ours.get("logits_processor") or [])
     endings = stop or stop_strings(config.stop_strings)
     config.stop_strings = None  # ours ends at the same tokens and is cheaper
