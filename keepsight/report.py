@@ -141,6 +141,71 @@ class Report:
         return ", ".join(f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
 
 
+@dataclass(frozen=True)
+class Shared:
+    """One stretch that several prompts of a group have in common: read once."""
+
+    start: int
+    end: int
+    prompts: int
+
+
+@dataclass(repr=False)
+class GroupReport:
+    """What a group of prompts shared, what was computed, and how long it took."""
+
+    prompts: int = 0  # different ones
+    prompt_tokens: int = 0  # of all prompts, as if each was read alone
+    computed_tokens: int = 0  # that went through the language model
+    images: int = 0  # different ones
+    images_encoded: int = 0
+    shared: list[Shared] = field(default_factory=list)
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    exactness: str = "bits"
+    reports: list[Report] = field(default_factory=list)  # one for each prompt
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that were remembered, or read once for several prompts."""
+        return self.prompt_tokens - self.computed_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """The same as counts."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            images=self.images,
+            images_encoded=self.images_encoded,
+            images_reused=self.images - self.images_encoded,
+        )
+
+    def to_dict(self) -> Record:
+        """Plain data for JSON."""
+        return {
+            "prompts": self.prompts,
+            "prompt_tokens": self.prompt_tokens,
+            "computed_tokens": self.computed_tokens,
+            "cached_tokens": self.cached_tokens,
+            "images": self.images,
+            "images_encoded": self.images_encoded,
+            "shared": [vars(one) for one in self.shared],
+            "milliseconds": {name: round(ms, 3) for name, ms in self.milliseconds.items()},
+            "exactness": self.exactness,
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.prompts} prompts of {self.prompt_tokens} tokens, {self.computed_tokens} "
+            f"computed; {self.images_encoded} of {self.images} images encoded"
+        ]
+        lines += [f"  {s.start:>6}-{s.end:<6} shared by {s.prompts}" for s in self.shared]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<GroupReport: {str(self).splitlines()[0]}>"
+
+
 @dataclass(repr=False)
 class Reply:
     """An answer with its measurements. `str(reply)` is the text."""

@@ -1,5 +1,5 @@
-"""The public API: `load`, `wrap`, and a model that remembers. May import session, runtimes and
-below.
+"""The public API: `load`, `wrap`, and a model that remembers. May import session, questions,
+runtimes and below.
 
 Nothing is computed here: each call sorts its options, refuses unknown ones by name, and calls the
 rooms that do the work, under one lock.
@@ -61,6 +61,7 @@ from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.question import user_turn
 from keepsight.prompt.render import Renderer
+from keepsight.questions.decide import Config, Decider, Decisions
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
@@ -222,6 +223,7 @@ class VLM:
         self.runtime = Runtime(
             model, family, processor, weights, chosen, kept, renderer, owned=owned
         )
+        self.decider = Decider(self.runtime)
         self._fingerprint(files)
         if self.runtime.store is not None and not family.packages_only:
             self.runtime.engine.snapshot_pattern()  # so that no turn has to wait for it
@@ -287,6 +289,30 @@ class VLM:
         """The report that `chat` would give, without computing or changing anything."""
         call = Call.before_decoding(dict(options), self.tenant, "explain")
         return predict_report(self.runtime, messages, call)
+
+    def decide(
+        self,
+        state: object,
+        questions: Record | None = None,
+        *,
+        assets: dict[str, Any] | None = None,
+        decision_config: Config = None,
+        tenant: str | None = None,
+    ) -> Decisions | list[Decisions]:
+        """Answer typed questions (`noul`, `choice`, `score`) about a state by probabilities.
+
+        Without `questions`, `state` is a request as Transformers' `DecisionPipeline` takes it, or a
+        list of such. `assets` are images by the placeholders that name them in texts.
+        """
+        whose = self._whose(tenant)
+        if questions is not None:
+            request = {"state": state, "questions": questions, "assets": assets}
+            return self.decider.decide([request], decision_config, whose)[0]
+        if assets is not None:
+            raise InputError("assets came without questions; a request holds its own assets")
+        requests = state if isinstance(state, list) else [state]
+        found = self.decider.decide(requests, decision_config, whose)
+        return found if isinstance(state, list) else found[0]
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Compare cold with warm on your own model and pictures, and with stock if asked."""

@@ -32,6 +32,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.models.families.pixels import Part
 from keepsight.models.no_gradients import quietly
+from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Received
 from keepsight.prefix.prompt import PASS, Prompt
 from keepsight.report import Piece
@@ -46,6 +47,7 @@ PIECE = 512  # prompt tokens of a pass beside running answers
 MAX_RUNNING = 16  # sequences that are computed at a time
 MAX_RESTARTS = 8  # of one prompt, because the model changed
 MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
+MOST_LOGITS = 64 << 20  # bytes of the logits of a pass that prompts want
 _PLANNED = 4096  # tokens of an answer for which memory is planned; it may get longer
 
 Chosen = list[tuple[Sequence, Stretch]]
@@ -71,8 +73,10 @@ class Engine:
         self._telling = False
         self.piece, self.max_running = PIECE, MAX_RUNNING
         self.longest_pass = PASS
+        words = memory.model.config.get_text_config().vocab_size
+        self.most_rows = max(1, MOST_LOGITS // (4 * words))  # of a pass
         self.prefill_tokens = self.decode_steps = self.towers = 0
-        self._number = self._round = 0
+        self._number = self._round = self._rows = 0
         self._patterns: dict[str, Record] = {}  # by namespace
         self._placement: Placement | None = None
         self._order = StreamOrder()
@@ -170,6 +174,9 @@ class Engine:
         count = len(segment.ids)
         seq.computed, seq.alone = seq.computed + count, False
         if seq.reading:
+            if seq.wanted is not None and logits is not None:
+                seq.wanted.take(seq.done - len(logits), logits)
+                logits = logits[-1:]
             seq.milliseconds["prefill"] = seq.milliseconds.get("prefill", 0.0) + 1e3 * seconds
             self.prefill_tokens += count
             self._read(seq, logits, 1e3 * seconds, whole=count == len(seq.read))
@@ -249,7 +256,7 @@ class Engine:
         """One token of every running answer, and pieces of prompts. Accounts take turns: none gets
         more than another by asking more at once."""
         able = self._in_turn(self._alike([seq for seq in self.running if not seq.ended]))
-        self._round += 1
+        self._round, self._rows = self._round + 1, self.most_rows
         for seq in able:
             seq.served = self._round
         decoding = [seq for seq in able if not seq.reading]
@@ -328,10 +335,16 @@ class Engine:
         # Where two go on alike, the second takes over what the first computes.
         if any(_goes_on_as(seq, other) for other in begun):
             return None
+        if seq.wanted is not None and self._rows <= 0:
+            return None
         begun.append(seq)
         stop = min(end, seq.prompt.move(min(start + room, end), seq.rule))
         if seq.rule.states and not _captures(seq):  # states are captured at the end of a pass only
             stop = min([stop, *(cut for cut in seq.ends if cut > start)])
+        rows = 0
+        if seq.wanted is not None:
+            stop, rows = seq.wanted.cut(start, stop, self._rows)
+            self._rows -= rows
         parts = self._parts(seq, start, stop)
         if parts is None:
             return None
@@ -340,7 +353,8 @@ class Engine:
         if start < len(seq.prompt):
             stop = min(stop, len(seq.prompt))
         some = (seq.ids(start, stop), seq.positions(start, stop))
-        return Stretch(lane, seq.prompt, *some, int(stop == len(seq.prompt)), parts)
+        rows = max(rows, int(stop == len(seq.prompt)))
+        return Stretch(lane, seq.prompt, *some, rows, parts)
 
     def _parts(self, seq: Sequence, start: int, stop: int) -> list[Part] | None:
         """The features in a stretch. If the tower has to run, it runs for one medium, and the
@@ -456,10 +470,18 @@ class Engine:
         known = self._tree.known(seq.namespace, seq.read)
         whole = known.until == len(seq.read)  # then other namespaces do not matter
         other = None if whole else self._memory.elsewhere(seq.namespace, seq.read)
-        match = self._tree.match(seq.namespace, seq.read, seq.rule)
+        match = self._match(seq)
         seq.found = Findings(match, known, other)
         if seq.again is None:
             seq.told = seq.found
+
+    def _match(self, seq: Sequence) -> Match:
+        """The longest remembered prefix that leaves all wanted logits to be computed."""
+        sought = seq.sought
+        match = self._tree.match(seq.namespace, sought, seq.rule)
+        if match.whole and len(sought) < len(seq.read):
+            return match.but_the_last(sought, seq.rule)
+        return match
 
     def _find(self, seq: Sequence) -> None:
         """The longest remembered prefix, loaded and held."""
@@ -475,7 +497,7 @@ class Engine:
             if loaded and not (seq.match.whole and seq.match.logits is None):
                 break  # else it is damaged on disk and marked so, or has lost its logits
             self._tree.release(held)
-            again = self._tree.match(seq.namespace, seq.read, seq.rule)
+            again = self._match(seq)
             seq.found.match = seq.match.but_the_last(seq.read, seq.rule) if loaded else again
         seq.node, seq.since = held, seq.match.since
         seq.ends = self._ends(seq)
@@ -483,7 +505,10 @@ class Engine:
     def _ends(self, seq: Sequence) -> list[int]:
         """Where new snapshots end, behind the remembered ones."""
         prompt, rule, known = seq.read, seq.rule, seq.match
-        ends = set(prompt.ends(rule, known.length))
+        ends = {*prompt.ends(rule, known.length), *seq.shares}
+        if seq.passing:
+            kept = max(seq.shares, default=0)
+            return sorted(end for end in ends if known.length < end <= kept)
         if seq.found is not None and rule.states:  # where the next prompt will part again
             until = prompt.before_medium(seq.found.known.until, rule)
             if known.length + 16 <= until < len(prompt):
@@ -516,7 +541,7 @@ class Engine:
         if seq.node is None or seq.found is None or len(self.running) < 2:
             return
         start = seq.match.length if seq.lane is None else seq.done
-        match = self._tree.match(seq.namespace, seq.read, seq.rule)
+        match = self._match(seq)
         behind = seq.lane is None or seq.node.parent is None or seq.node in match.node.chain()
         if match.length <= start or not behind:
             return
@@ -543,7 +568,10 @@ class Engine:
         if seq.again is not None:
             seq.again = None
             return
-        self._begin_decoding(seq, self._known_logits(seq))
+        logits = self._known_logits(seq)
+        if seq.wanted is not None:
+            seq.wanted.take(len(seq.prompt) - 1, logits)
+        self._begin_decoding(seq, logits)
 
     def _known_logits(self, seq: Sequence) -> torch.Tensor:
         """The remembered logits after the prompt."""
@@ -606,7 +634,13 @@ class Engine:
         """Remember the answer as it was decoded."""
         lane, node = seq.lane, seq.node
         known = self._family.reuse == "prefix" and self._family.decodes_as_prefilled
-        if not known or lane is None or node is None or not (seq.generated or seq.computed):
+        if (
+            seq.passing
+            or not known
+            or lane is None
+            or node is None
+            or not (seq.generated or seq.computed)
+        ):
             return
         if seq.changed or self._out_of_date(seq):
             seq.changed = True
@@ -673,6 +707,7 @@ class Engine:
             if lane is not None and node is not None and keep_lane:
                 forgotten = self._tree.is_forgotten(node, seq.prompt, seq.since)
                 if not forgotten:  # else it holds states that must not be kept
+                    self.lanes.waiting = len(self.waiting)
                     self.lanes.give_back(lane)
         finally:
             # Of a call that was interrupted nobody takes the node over.
@@ -823,7 +858,8 @@ def _goes_on_as(seq: Sequence, other: Sequence) -> bool:
     """Whether a sequence would compute what another is about to remember, or a part of it."""
     start, ids = seq.done, other.read.ids
     alike = other.node is seq.node and start <= other.done and start < len(ids)
-    return alike and bool(ids[start] == seq.read.ids[start])
+    ends = other.ends[-1] if other.ends else 0
+    return alike and start < ends and bool(ids[start] == seq.read.ids[start])
 
 
 class _Guard:

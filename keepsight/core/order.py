@@ -8,6 +8,7 @@ anything. What was learnt about the pictures is recorded under the lock, when th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepsight.core.call import Call
@@ -18,6 +19,7 @@ from keepsight.media.medium import Medium, opened
 from keepsight.media.naming import Inspected
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.messages import with_media
+from keepsight.prompt.render import Renderer
 
 if TYPE_CHECKING:
     from keepsight.core.runtime import Runtime
@@ -27,13 +29,22 @@ class Order:
     """The messages of one call, their named media, and their prompt."""
 
     def __init__(
-        self, memory: Runtime, messages: list[Message], call: Call, generate: bool = True
+        self,
+        memory: Runtime,
+        messages: list[Message],
+        call: Call,
+        generate: bool = True,
+        renderer: Renderer | None = None,
+        beside: Sequence[Medium] = (),
     ) -> None:
-        if (renderer := memory.renderer) is None:
+        """`renderer`: another than the model's own; `beside`: images that the template places from
+        other variables than the messages."""
+        if (renderer := renderer or memory.renderer) is None:
             raise InputError("this model was wrapped without a processor: use generate(**tensors)")
         self._memory, self._renderer, self._call = memory, renderer, call
         self._generate = generate
         self._clean, self._given = renderer.read(messages, call.template)
+        self._given += [(medium.modality, medium) for medium in beside]
         self.prompt = Prompt.nothing()
         self._look()
 

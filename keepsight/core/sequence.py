@@ -26,11 +26,33 @@ from keepsight.kinds import Options
 from keepsight.media.features import Vision
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
-from keepsight.prefix.prompt import Prompt, Rule
+from keepsight.prefix.prompt import Prompt, Range, Rule
 from keepsight.report import Piece, Report, Usage, stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Wanted:
+    """The places of a prompt behind which logits are wanted, in runs, and who takes them.
+
+    `take` gets the place of the first row, and rows. It may get them again, if the prompt is read
+    again.
+    """
+
+    runs: list[Range]
+    take: Callable[[int, torch.Tensor], None]
+
+    def cut(self, start: int, stop: int, rows: int) -> tuple[int, int]:
+        """The end of a stretch that begins at `start`, and how many of its last tokens need
+        logits: one run, of at most so many rows."""
+        for first, last in self.runs:
+            first = max(first, start)
+            if first < min(last, stop):
+                end = min(last, stop, first + max(1, rows))
+                return end, end - first
+        return stop, 0
 
 
 @dataclass(eq=False)
@@ -47,6 +69,9 @@ class Sequence:
     owner: object = None  # who ends it with all others of its own
     keeps_node: bool = False  # its path stays held at the end, for the caller to release
     reads_again: bool = False  # compute the last logits even if they are remembered
+    wanted: Wanted | None = None  # logits inside the prompt
+    shares: tuple[int, ...] = ()  # where other prompts of its group part from it
+    passing: bool = False  # what stands behind the last of these is not remembered
     on_piece: Callable[[Piece], None] | None = None  # called between two steps
     on_end: Callable[[], None] | None = None  # of a listener: once, with everything released
 
@@ -101,6 +126,16 @@ class Sequence:
     def read(self) -> Prompt:
         """What has to be on its lane before it decodes."""
         return self.again or self.prompt
+
+    @property
+    def sought(self) -> Prompt:
+        """What may be taken from memory: all before the first place whose logits are wanted."""
+        if self.wanted is None or self.again is not None:
+            return self.read
+        first = self.wanted.runs[0][0] + 1
+        if first >= len(self.prompt):
+            return self.prompt
+        return Prompt(self.prompt.ids[:first], self.prompt.media, self.prompt.ranges)
 
     @property
     def remaining(self) -> int:

@@ -101,6 +101,56 @@ def parsed_template(source: str) -> nodes.Template:
     return tree
 
 
+# -- decisions -------------------------------------------------------------------------------------
+
+_TEMPLATES = "transformers.decision.template_utils"
+_SPLIT = PrivateApi(_TEMPLATES, "_split_at_placeholders", "to put assets at their placeholders")
+_INSERT = PrivateApi(_TEMPLATES, "_insert_images", "to put assets into a decision template")
+_VARIABLES = PrivateApi(
+    "transformers.utils.chat_template_utils",
+    "_get_template_variables",
+    "to learn what a decision template reads",
+)
+
+
+def decisions() -> Any:
+    """Transformers' own decisions: questions, prompts and labels."""
+    return importlib.import_module(_TEMPLATES)
+
+
+def decision_models() -> Any:
+    """Transformers' own reading of decisions from scores."""
+    return importlib.import_module("transformers.decision.modeling_utils")
+
+
+def template_variables(source: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    return frozenset(_VARIABLES.needed()(source))
+
+
+def decision_text(state: object, question: object) -> str:
+    """The generic prompt of one question, for models without a decision template."""
+    template = _COMPILED.needed()(decisions().DECISION_PROMPT)
+    text: str = template.render(state=state, question=question)
+    return text
+
+
+def split_at_placeholders(
+    text: str, assets: Mapping[str, object], load: Callable[[str], object]
+) -> list[Record]:
+    """A text in parts: texts, and images where a placeholder stands."""
+    parts: list[Record] = _SPLIT.needed()(text, assets, load)
+    return parts
+
+
+def insert_images(
+    inputs: Record, assets: Mapping[str, object], load: Callable[[str], object]
+) -> tuple[Record, list[object]]:
+    """The inputs of a decision template with image parts at placeholders, and the images."""
+    made: tuple[Record, list[object]] = _INSERT.needed()(inputs, assets, load)
+    return made
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 _FILE = PrivateApi("transformers.utils", "cached_file", "to read a checkpoint's files")

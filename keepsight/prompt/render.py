@@ -41,9 +41,15 @@ class Renderer:
     """Renders for one family and one processor; thread-safe."""
 
     def __init__(
-        self, family: Family, processor: Processor, chat_template: str | None = None
+        self,
+        family: Family,
+        processor: Processor,
+        chat_template: str | None = None,
+        sanitize: bool = True,
     ) -> None:
+        """Without `sanitize` the template itself keeps a caller's control tokens apart."""
         self._family, self._processor, self._given = family, processor, chat_template
+        self._sanitize = sanitize
         self.tokenizer = processor.tokenizer
         self.template = _template_of(processor, chat_template)
         to_token = self.tokenizer.convert_ids_to_tokens
@@ -68,7 +74,7 @@ class Renderer:
         """This renderer, unless the tokenizer or the template changed since; then a new one."""
         if self._look() == self._state:
             return self
-        return Renderer(self._family, self._processor, self._given)
+        return Renderer(self._family, self._processor, self._given, self._sanitize)
 
     def _look(self) -> tuple[object, ...]:
         """Read everything needed from the processor, which may change at any time."""
@@ -151,7 +157,8 @@ class Renderer:
         """The text of a conversation; what a caller typed as a control token is marked."""
         applies = getattr(self.tokenizer.apply_chat_template, "__func__", None)
         try:
-            messages, options = self.tokens.broken(messages, options)
+            if self._sanitize:
+                messages, options = self.tokens.broken(messages, options)
             stock = applies is PreTrainedTokenizerBase.apply_chat_template
             if stock and not options and all(map(_is_simple, messages)):
                 text = upstream.rendered(self.template, self.tokenizer, messages, generate)

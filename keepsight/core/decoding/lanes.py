@@ -27,6 +27,7 @@ class Lanes:
         self._idle: list[Lane] = []  # least recently used first
         self.nbytes = 0  # of the idle lanes
         self.variant = ""
+        self.waiting = 0  # sequences that will take one
 
     def take(self, node: Node) -> Lane:
         """Take the lane that already holds most of the path to `node`."""
@@ -55,7 +56,7 @@ class Lanes:
         """Keep an unused lane while the budget allows; the snapshots then have less of it."""
         self._idle.append(lane)
         self.nbytes += lane.nbytes
-        while len(self._idle) > MAX_LANES or self.nbytes > self._budget // SHARE:
+        while len(self._idle) > max(MAX_LANES, self.waiting) or self.nbytes > self._budget // SHARE:
             self._drop(self._idle[0])
 
     def _drop(self, lane: Lane) -> None:
