@@ -62,6 +62,8 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.question import user_turn
 from keepsight.prompt.render import Renderer
 from keepsight.questions.decide import Config, Decider, Decisions
+from keepsight.questions.many import in_order, pairs_of
+from keepsight.questions.score import Scores, in_lists, score
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
@@ -313,6 +315,34 @@ class VLM:
         requests = state if isinstance(state, list) else [state]
         found = self.decider.decide(requests, decision_config, whose)
         return found if isinstance(state, list) else found[0]
+
+    @shows(Preparing)
+    def score(
+        self,
+        messages: list[Message] | list[list[Message]],
+        continuations: Sequence[Any],
+        **options: Unpack[Preparing],
+    ) -> Scores | list[Scores]:
+        """Log-probabilities of texts (or token ids) behind a conversation, which is read once.
+
+        For several conversations `continuations` are those of all, or a list for each.
+        """
+        call = Call.before_decoding(dict(options), self.tenant, "score")
+        conversations, given, one = in_lists(messages, continuations)
+        found = score(self.runtime, conversations, given, call)
+        return found[0] if one else found
+
+    @shows(Answering)
+    def ask_many(
+        self, images: object, questions: Sequence[str], **options: Unpack[Generating]
+    ) -> Iterator[Reply]:
+        """Answers to many questions in their order, decoded together and grouped by picture.
+
+        `images` is one picture for all questions, or a list with one entry (a picture, a list of
+        pictures, or None) for each question. An error is raised when its turn has come.
+        """
+        call = Call.of(dict(options), self.tenant, "ask_many")
+        return in_order(self.runtime, pairs_of(images, questions), call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Compare cold with warm on your own model and pictures, and with stock if asked."""

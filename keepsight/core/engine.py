@@ -538,7 +538,8 @@ class Engine:
 
     def _catch_up(self, seq: Sequence) -> None:
         """Use what other turns read on this path meanwhile."""
-        if seq.node is None or seq.found is None or len(self.running) < 2:
+        alone = len(self.running) < 2 and not seq.passed
+        if seq.node is None or seq.found is None or alone:
             return
         start = seq.match.length if seq.lane is None else seq.done
         match = self._match(seq)

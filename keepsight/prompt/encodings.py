@@ -84,6 +84,10 @@ class Encodings:
                     self._drop(next(iter(self._kept)))
         return np.concatenate([np.asarray(lead, dtype=np.int64), *(known[part] for part in parts)])
 
+    def behind(self, text: str) -> np.ndarray:
+        """The ids of a text that stands behind others; nothing is put before it."""
+        return self._made([text])[0]
+
     def clear(self, tenant: str | None = None) -> None:
         """Forget the texts of one tenant, or of all."""
         with self._lock:

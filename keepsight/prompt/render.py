@@ -153,6 +153,12 @@ class Renderer:
         ids = self.encodings.encode(text, tenant)
         return self._expanded(ids, runs, media, MARKED.sub(r"\1", text))
 
+    def continuation(self, text: str) -> np.ndarray:
+        """The ids of a text as it could follow a prompt. Control tokens in it are text."""
+        check_text(text, "the continuation")
+        messages, _ = self.tokens.broken([{"role": "user", "content": text}], {})
+        return self.encodings.behind(self.tokens.marked(messages[0]["content"]))
+
     def _apply(self, messages: list[Message], options: Record, generate: bool) -> str:
         """The text of a conversation; what a caller typed as a control token is marked."""
         applies = getattr(self.tokenizer.apply_chat_template, "__func__", None)

@@ -15,16 +15,28 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from keepsight.core.call import Call
+from keepsight.core.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.core.sequence import Wanted
-from keepsight.prefix.prompt import Prompt, Range
+from keepsight.media.medium import Medium
+from keepsight.prefix.prompt import Prompt, Range, Rule
 from keepsight.report import GroupReport, Shared
 from keepsight.system.accounts import account_of
 
 WORTH = 32  # tokens that a snapshot must save
 
 Run = Callable[[Sequence[Answer]], None]
+
+
+def named(runtime: Runtime, image: object, tenant: str) -> Medium:
+    """An image, looked at once for a whole call."""
+    message = {"role": "user", "content": [{"type": "image", "image": image}]}
+    order = Order(runtime, [message], Call(tenant, {}, {}))
+    with runtime.lock:
+        order.learn()
+    return order.media[0]
 
 
 @dataclass
@@ -61,15 +73,22 @@ def read_together(
         takers = [readings[number].take for number in (first, *others)]
         seq = Answer(one.prompt, tenant, account=account_of(tenant), current=one.current)
         seq.wanted = Wanted(one.runs, _to_all(takers))
-        rule = runtime.rule
-        moved = {one.prompt.before_medium(end, rule) for end in ends}
-        seq.shares = tuple(sorted(end for end in moved if end >= one.prompt.first_cut(rule)))
+        seq.shares = _kept(one.prompt, ends, runtime.rule)
         seq.passing = True
         sequences.append(seq)
     (run or runtime.engine.run)(sequences)
     report = _report(sequences, shared)
     report.milliseconds["total"] = 1e3 * (time.perf_counter() - begun)
     return report
+
+
+def _kept(prompt: Prompt, ends: Sequence[int], rule: Rule) -> tuple[int, ...]:
+    """Where snapshots of a prompt end: where others part from it, and behind its last medium."""
+    kept = {prompt.before_medium(end, rule) for end in ends}
+    if prompt.ranges:
+        last = max(ranges[-1][1] for ranges in prompt.ranges)
+        kept.add(min(end for end in (*prompt.events(rule), len(prompt)) if end >= last))
+    return tuple(sorted(end for end in kept if end >= prompt.first_cut(rule)))
 
 
 def _to_all(takers: list[Callable[[int, torch.Tensor], None]]) -> Callable[..., None]:

@@ -27,6 +27,7 @@ from keepsight.media.medium import Medium
 from keepsight.models import upstream
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.render import Renderer
+from keepsight.questions.group import named
 
 _PHANTOM = {"type": "noul", "instructions": "?"}  # asks what no other question begins with
 
@@ -164,15 +165,10 @@ class _Assets:
         for name, asset in self.given.items():
             if not isinstance(name, str) or not name:
                 raise InputError(f"assets has the key {name!r}; expected a placeholder's text")
-            image = _image_of(asset, name)
-            message = {"role": "user", "content": [{"type": "image", "image": image}]}
             try:
-                order = Order(runtime, [message], Call(tenant, {}, {}))
+                self._media[name] = named(runtime, _image_of(asset, name), tenant)
             except ImageError as error:
                 raise ImageError(f"assets[{name!r}]: {error}") from error
-            with runtime.lock:
-                order.learn()
-            self._media[name] = order.media[0]
 
     def load(self, name: str) -> Medium:
         """The image that stands where this placeholder is."""
