@@ -734,7 +734,7 @@ class Engine:
             self._number += 1
             seq.number = self._number
             self.waiting.append(seq)
-            if seq.on_piece is not None:
+            if seq.on_piece is not None or seq.on_end is not None:
                 self._listened.append(seq)
 
     def end_all(self, error: Exception, owner: object = None) -> None:

@@ -73,7 +73,7 @@ class Sequence:
     shares: tuple[int, ...] = ()  # where other prompts of its group part from it
     passing: bool = False  # what stands behind the last of these is not remembered
     on_piece: Callable[[Piece], None] | None = None  # called between two steps
-    on_end: Callable[[], None] | None = None  # of a listener: once, with everything released
+    on_end: Callable[[], None] | None = None  # called once, with everything released
 
     # What stands, written by the engine.
     asked: float = field(default_factory=time.perf_counter)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -154,12 +155,13 @@ class Desk:
             self.inside[account] += 1
             self._owner = owner
 
-    def bring(self, engine: Engine, seq: Sequence) -> None:
+    def bring(self, engine: Engine, *sequences: Sequence) -> None:
         """Add what was made ready, unless the thread has stopped meanwhile."""
         with self.bell:
             if self.stopped:
                 raise Closed("the scheduler was closed before the request was done")
-            engine.add(seq)
+            for seq in sequences:
+                engine.add(seq)
             self.bell.notify_all()
 
     def leave(self, account: str, outcome: str = "", seconds: float = 0.0) -> None:
@@ -223,6 +225,52 @@ class Desk:
     def _in_child(self) -> None:
         """A forked child has no serving thread."""
         self.bell, self.closed, self.stopped = threading.Condition(), True, True
+
+
+class Errand:
+    """Sequences of one request that end together, for a caller that waits in its own thread."""
+
+    def __init__(self, desk: Desk, engine: Engine, account: str, owner: object) -> None:
+        self._desk, self._engine, self._account, self._owner = desk, engine, account, owner
+        self._sequences: list[Sequence] = []
+        self._left, self._done = 0, threading.Event()
+        self._cancelled = False
+
+    def run(self, sequences: Several[Sequence]) -> None:
+        """Compute sequences to their ends beside those of others; an error of one is raised at the
+        end. They take one place."""
+        self._desk.enter(self._account, self._owner)
+        begun = time.perf_counter()
+        self._sequences, self._left = list(sequences), len(sequences)
+        self._done.clear()
+        try:
+            for seq in self._sequences:
+                seq.account, seq.owner = self._account, self._desk
+                seq.on_end = self._one_ended
+                seq.cancelled = self._cancelled
+            self._desk.bring(self._engine, *self._sequences)
+        except BaseException:
+            self._desk.leave(self._account)
+            raise
+        self._done.wait()
+        failed = next((seq for seq in self._sequences if seq.error is not None), None)
+        outcome = "cancelled" if self._cancelled else "failed" if failed else "finished"
+        self._desk.leave(self._account, outcome, time.perf_counter() - begun)
+        if failed is not None:
+            failed.raise_error()
+        if self._cancelled:
+            raise Closed("the request was cancelled")
+
+    def cancel(self) -> None:
+        """End the sequences after the current step; from any thread, and also before they run."""
+        self._cancelled = True
+        for seq in self._sequences:
+            self._desk.cancel(seq)
+
+    def _one_ended(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._done.set()
 
 
 class Wrapped(Protocol):
@@ -322,6 +370,12 @@ class Together:
             with self._memory.lock:
                 order.learn()
         return order.with_media()
+
+    def errand(self, account: str) -> Errand:
+        """Computes sequences for a caller that waits: decisions and scores."""
+        if not self._thread.is_alive():
+            raise Closed("requests are no longer taken: the scheduler was closed")
+        return Errand(self._desk, self._memory.engine, account, self)
 
     @contextmanager
     def beside(self, account: str) -> Iterator[None]:

@@ -28,9 +28,14 @@ Config: TypeAlias = DecisionConfig | str | os.PathLike[str] | None
 class Decisions(dict[str, Record]):
     """Answers by the names of their questions, with what they cost."""
 
-    def __init__(self, answers: Record, usage: Usage, report: GroupReport) -> None:
+    def __init__(self, answers: Record, report: GroupReport) -> None:
         super().__init__(answers)
-        self.usage, self.report = usage, report
+        self.report = report
+
+    @property
+    def usage(self) -> Usage:
+        """Counts of the whole call."""
+        return self.report.usage
 
 
 class Decider:
@@ -38,7 +43,8 @@ class Decider:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._own: DecisionConfig | None = None  # of the model's repository
+        self.config: Config = None  # for calls that name none; the repository's if this does not
+        self._read: tuple[str, DecisionConfig] | None = None  # the latest that was read
         self._prompts: DecisionPrompts | None = None
 
     def decide(
@@ -61,9 +67,7 @@ class Decider:
         report = read_together(runtime, readings, beginnings, tenant, run)
         return [
             Decisions(
-                {name: answer for one in each for name, answer in one.answers().items()},
-                report.usage,
-                report,
+                {name: answer for one in each for name, answer in one.answers().items()}, report
             )
             for each in found
         ]
@@ -75,11 +79,12 @@ class Decider:
         return self._prompts
 
     def _config(self, given: Config) -> DecisionConfig:
+        given = self.config if given is None else given
         if isinstance(given, DecisionConfig):
             return given
-        if given is None and self._own is not None:
-            return self._own
         where = self._runtime.model.name_or_path if given is None else os.fspath(given)
+        if self._read is not None and self._read[0] == where and not os.path.exists(where):
+            return self._read[1]  # a hub is not asked twice
         try:
             if where.endswith(".json") and Path(where).is_file():
                 config = DecisionConfig.from_file(where)
@@ -87,8 +92,7 @@ class Decider:
                 config = DecisionConfig.from_pretrained(where)
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"decision_config {where!r} cannot be used: {error}") from error
-        if given is None:
-            self._own = config
+        self._read = where, config
         return config
 
 

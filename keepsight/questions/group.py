@@ -78,6 +78,7 @@ def read_together(
         sequences.append(seq)
     (run or runtime.engine.run)(sequences)
     report = _report(sequences, shared)
+    report.prompt_tokens = sum(len(one.prompt) for one in readings)
     report.milliseconds["total"] = 1e3 * (time.perf_counter() - begun)
     return report
 
@@ -104,7 +105,6 @@ def _report(sequences: list[Answer], shared: list[Shared]) -> GroupReport:
     encoded = sum(where == "tower" for seq in sequences for where in seq.sources.values())
     report = GroupReport(
         prompts=len(sequences),
-        prompt_tokens=sum(len(seq.prompt) for seq in sequences),
         computed_tokens=sum(seq.computed for seq in sequences),
         images=len(media),
         images_encoded=encoded,

@@ -46,9 +46,14 @@ class Score:
 class Scores(list[Score]):
     """The scores of all continuations of one prompt, with what they cost."""
 
-    def __init__(self, scores: Sequence[Score], usage: Usage, report: GroupReport) -> None:
+    def __init__(self, scores: Sequence[Score], report: GroupReport) -> None:
         super().__init__(scores)
-        self.usage, self.report = usage, report
+        self.report = report
+
+    @property
+    def usage(self) -> Usage:
+        """Counts of the whole call."""
+        return self.report.usage
 
     @property
     def logprobs(self) -> list[float]:
@@ -107,7 +112,7 @@ def score(
             tokens = scored.prompt.ids[scored.first :].tolist()
             text = one if isinstance(one, str) else str(tokenizer.decode(tokens))
             scores.append(Score(text, tokens, scored.logprobs))
-        made.append(Scores(scores, report.usage, report))
+        made.append(Scores(scores, report))
     return made
 
 
@@ -144,6 +149,7 @@ def score_tokens(
             runs = [(one.first - 1 + begin, len(read[number]))]
             readings.append(Reading(read[number], runs, _Taker(number, rows)))
     report = read_together(runtime, readings, beginnings, tenant, run)
+    report.prompt_tokens = sum(map(len, read))  # also of those that had nothing to read
     for number, one in enumerate(scored):
         found = [rows[owner, place] for place, owner in enumerate(owners[number], one.first - 1)]
         tokens = one.prompt.ids[one.first :].tolist()

@@ -386,7 +386,10 @@ errors = logging.getLogger("keepsight.server")
 
 _OPEN = {"/", "/health", "/docs", "/openapi.json"}  # paths that need no key
 _WHILE_CLOSING = {"/health", "/metrics"}
-_ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # the model works for these
+_ANSWERS = {  # the model works for these
+    *("/v1/chat/completions", "/v1/responses", "/v1/prepare"),
+    *("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank", "/v1/completions"),
+}
 _READING = 60.0
 _LAST_WORDS = 1.0  # seconds for clients that do not read, at shutdown
 _EVENTS = b"text/event-stream"

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
-from keepsight.server import cache, chat, files, responses, schema
+from keepsight.server import cache, chat, completions, decisions, files, responses, schema
 from keepsight.server.access import RequestMiddleware, to_api_error, visit_of
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
@@ -41,6 +41,8 @@ _BODIES: list[tuple[type[BaseModel], Literal["validation"]]] = [
         schema.PinRequest,
         schema.HeldRequest,
         schema.ResetRequest,
+        *decisions.BODIES,
+        *completions.BODIES,
     )
 ]
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
@@ -57,7 +59,9 @@ def build(service: Service) -> ASGIApp:
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         dependencies=[Depends(_only_known)],
     )
-    routers = [room.routes(service) for room in (chat, responses, files, cache)]
+    routers = [
+        room.routes(service) for room in (chat, responses, completions, decisions, files, cache)
+    ]
     for router in routers:
         app.include_router(router, responses=_REFUSALS)
     app.include_router(_page_routes())
@@ -215,7 +219,7 @@ async def _only_known(request: Request) -> None:  # a thread costs more than thi
             unused.add(f"?{name}", "unknown; see /docs")
 
 
-_ASKED = ("/v1/chat/completions", "/v1/responses")
+_ASKED = ("/v1/chat/completions", "/v1/responses", *decisions.PATHS, *completions.PATHS)
 
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}

@@ -1,0 +1,749 @@
+"""`/v1/systemone` and `/v1/decisions`: typed questions about one input, answered by probabilities;
+`/v1/score` and `/v1/rerank`: how well documents fit a query, asked as such a question.
+
+All become requests of System One, whose prompts are Transformers' own. What the questions of a
+request share is read once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
+
+from keepsight.core.sequence import Sequence as Answer
+from keepsight.errors import InputError
+from keepsight.kinds import Record
+from keepsight.questions.decide import Decisions
+from keepsight.report import GroupReport, Report
+from keepsight.server.access import Visit, body_of, body_schema, visit_of
+from keepsight.server.errors import ApiError, invalid
+from keepsight.server.media import MessageReader
+from keepsight.server.schema import (
+    Body,
+    ChatMessage,
+    Detail,
+    ImagePart,
+    Inner,
+    KeepsightOptions,
+    Label,
+    Name,
+    Part,
+    Salt,
+    Text,
+    Where,
+)
+from keepsight.server.streaming import unless_gone
+
+if TYPE_CHECKING:
+    from keepsight.server.service import Service
+
+T = TypeVar("T")
+MOST_QUESTIONS = 400  # as in OpenAI's API
+MOST_DOCUMENTS = 1000
+_FIELD = re.compile(r"(state|questions|assets)\b(?:\[[^\]]*\])?")
+_NUMBERED = re.compile(r"assets\[(\d+)\](\.image_url)?")
+_RELEVANT = {"relevant": {"type": "noul", "instructions": "Is the document relevant to the query?"}}
+
+
+class SharedFields(Body):
+    """Fields of all these bodies."""
+
+    model: Name | None = None  # left out: the one that is served
+    cache_salt: Salt | None = None
+    keepsight: KeepsightOptions | None = None
+
+
+def _form(value: object) -> str:
+    return "as parts" if isinstance(value, list) else "as text"
+
+
+def _state_form(value: object) -> str:
+    return "as record" if isinstance(value, dict) else _form(value)
+
+
+# -- System One ----------------------------------------------------------------------------------
+
+
+class Asset(Inner):
+    """An image of System One."""
+
+    type: Literal["image"] = "image"
+    format: Label | None = None
+    data_base64: Where
+
+
+class SystemOneRequest(SharedFields):
+    """The body of `/v1/systemone`: questions by name, and images by the placeholders that stand for
+    them in texts."""
+
+    state: Annotated[
+        Annotated[Text, Tag("as text")]
+        | Annotated[dict[str, object], Tag("as record")]
+        | Annotated[list[object], Tag("as parts")],
+        Discriminator(_state_form),
+    ]
+    questions: Annotated[
+        dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
+    ]
+    assets: dict[str, Asset] = Field(default_factory=dict)
+
+
+# -- OpenAI's Decisions --------------------------------------------------------------------------
+
+
+class InputText(Inner):
+    """Text, of the input or of an earlier answer."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+
+
+class InputRefusal(Inner):
+    """A refusal in an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class InputImage(Inner):
+    """A picture: a data URL, or an address."""
+
+    type: Literal["input_image"]
+    image_url: Where
+    detail: Detail | None = None
+
+
+class InputJson(Inner):
+    """Data, shown as text."""
+
+    type: Literal["input_json"]
+    data: dict[str, object] | list[dict[str, object]]
+
+
+InputPart = Annotated[InputText | InputRefusal | InputImage | InputJson, Discriminator("type")]
+InputContent = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[InputPart], Tag("as parts")],
+    Discriminator(_form),
+]
+
+
+class InputMessage(Inner):
+    """A message of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "developer", "system", "assistant"]
+    content: InputContent
+
+
+class InputCall(Inner):
+    """A call of a tool."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: Name
+    name: Name
+    arguments: Text | None = None
+    input: Text | None = None
+
+
+class InputOutput(Inner):
+    """What a tool gave."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Name
+    output: InputContent
+
+
+def _item(value: object) -> str:
+    got = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = "message" if got is None else got
+    if kind in ("function_call", "custom_tool_call"):
+        return "as call"
+    return "as output" if str(kind).endswith("_output") else "as message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("as message")]
+    | Annotated[InputCall, Tag("as call")]
+    | Annotated[InputOutput, Tag("as output")],
+    Discriminator(_item),
+]
+
+
+class Predicate(Inner):
+    """Is it true?"""
+
+    type: Literal["predicate"]
+    name: Name | None = None
+    instructions: InputContent
+
+
+class ChoiceOption(Inner):
+    """One option; a text and a boolean are never the same."""
+
+    value: str | bool
+    description: Text | None = None
+
+
+class Choice(Inner):
+    """Which of these?"""
+
+    type: Literal["choice"]
+    name: Name | None = None
+    instructions: InputContent
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
+
+
+class ScoreLevel(Inner):
+    """One level of a scale."""
+
+    label: Annotated[str, Field(min_length=1)]
+    description: Text | None = None
+
+
+class Rating(Inner):
+    """How much, on a scale whose levels are given from the lowest?"""
+
+    type: Literal["score"]
+    name: Name | None = None
+    instructions: InputContent
+    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=255)]
+
+
+class DecisionsRequest(SharedFields):
+    """The body of `/v1/decisions`."""
+
+    IGNORED = {  # noqa: RUF012 - as in the other bodies
+        "prompt_cache_options": "what was used last is kept; see /v1/prepare",
+        "service_tier": "there is one tier",
+    }
+
+    input: Annotated[
+        Annotated[Text, Tag("as text")]
+        | Annotated[list[InputItem], Field(min_length=1), Tag("as parts")],
+        Discriminator(_form),
+    ]
+    questions: Annotated[
+        list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
+        Field(min_length=1, max_length=MOST_QUESTIONS),
+    ]
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
+
+
+# -- score and rerank ----------------------------------------------------------------------------
+
+
+class ManyParts(Inner):
+    """A query or a document in parts, pictures among them."""
+
+    content: Annotated[list[Part], Field(min_length=1)]
+
+
+class PlainText(Inner):
+    """A document as a record."""
+
+    text: Text
+
+
+def _kind_of_document(value: object) -> str:
+    if isinstance(value, str):
+        return "as text"
+    parts = isinstance(value, ManyParts) or (isinstance(value, dict) and "content" in value)
+    return "as parts" if parts else "as record"
+
+
+Document = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[ManyParts, Tag("as parts")]
+    | Annotated[PlainText, Tag("as record")],
+    Discriminator(_kind_of_document),
+]
+Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
+OneOrMany = Annotated[
+    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as text")],
+    Discriminator(_form),
+]
+
+
+class ScoreRequest(SharedFields):
+    """The body of `/v1/score`: two texts, or one against many, or as many against as many."""
+
+    IGNORED = {"user": "nothing is counted by it"}  # noqa: RUF012
+
+    text_1: OneOrMany | None = None
+    text_2: OneOrMany | None = None
+    queries: OneOrMany | None = None
+    documents: OneOrMany | None = None
+    data_1: OneOrMany | None = None
+    data_2: OneOrMany | None = None
+    instruction: Text | None = None
+
+    def sides(self) -> tuple[list[Document], list[Document]]:
+        """Both sides, under whatever names they were sent."""
+        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+        for names in pairs:
+            one, two = (getattr(self, name) for name in names)
+            if one is None and two is None:
+                continue
+            missing = names[0] if one is None else names[1]
+            if one is None or two is None:
+                raise ApiError(
+                    400,
+                    f"missing required parameter: {missing!r}",
+                    param=missing,
+                    code="missing_required_parameter",
+                )
+            one, two = ([side] if not isinstance(side, list) else side for side in (one, two))
+            if len(one) not in (1, len(two)):
+                raise invalid(names[0], f"{len(one)} of {names[0]} for {len(two)} of {names[1]}")
+            return one * (len(two) if len(one) == 1 else 1), two
+        raise ApiError(
+            400,
+            "missing required parameter: 'text_1'",
+            param="text_1",
+            code="missing_required_parameter",
+        )
+
+
+class RerankRequest(SharedFields):
+    """The body of `/v1/rerank`."""
+
+    IGNORED = {"user": "nothing is counted by it"}  # noqa: RUF012
+
+    query: Document
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    instruction: Text | None = None
+
+
+# -- routes --------------------------------------------------------------------------------------
+
+BODIES = (SystemOneRequest, DecisionsRequest, ScoreRequest, RerankRequest)
+PATHS = ("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank")
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["decisions"])
+
+    @router.post(
+        "/v1/systemone", operation_id="systemone", openapi_extra=body_schema(SystemOneRequest)
+    )
+    async def systemone(
+        body: Annotated[SystemOneRequest, body_of(SystemOneRequest)], request: Request
+    ) -> Record:
+        """Typed questions (`noul`, `choice`, `score`) about a state, as in Transformers."""
+
+        def build(reader: MessageReader) -> list[Record]:
+            assets = _assets(reader, body.assets)
+            return [{"state": body.state, "questions": body.questions, "assets": assets}]
+
+        (answers,) = await _decided(service, body, request, build)
+        usage = {"input_tokens": answers.usage.prompt_tokens, "output_tokens": 0}
+        made = {"model": service.model.name, "answers": dict(answers), "usage": usage}
+        return made | _reported(body, answers.report)
+
+    @router.post(
+        "/v1/decisions", operation_id="decisions", openapi_extra=body_schema(DecisionsRequest)
+    )
+    async def decisions(
+        body: Annotated[DecisionsRequest, body_of(DecisionsRequest)], request: Request
+    ) -> Record:
+        """Predicates, choices and scores about an input, as in OpenAI's API."""
+        asked = _Asked(body)
+        (answers,) = await _decided(service, body, request, asked.build)
+        made = {
+            "model": service.model.name,
+            "answers": asked.answers(answers),
+            "usage": _usage(answers.report),
+        }
+        return made | _reported(body, answers.report)
+
+    @router.post("/v1/score", operation_id="score", openapi_extra=body_schema(ScoreRequest))
+    async def score(
+        body: Annotated[ScoreRequest, body_of(ScoreRequest)], request: Request
+    ) -> Record:
+        """How well pairs of texts or pictures fit: the probability of a yes."""
+        queries, documents = body.sides()
+        build = functools.partial(_pairs, queries, documents, body.instruction)
+        found = await _decided(service, body, request, build)
+        data = [
+            {"index": i, "object": "score", "score": one["relevant"]["noul"]}
+            for i, one in enumerate(found)
+        ]
+        return {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": service.model.name,
+            "data": data,
+            "usage": _plain_usage(found[0].report),
+        } | _reported(body, found[0].report)
+
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        router.add_api_route(
+            path,
+            _rerank(service),
+            methods=["POST"],
+            operation_id="rerank" + path.replace("/", "_"),
+            openapi_extra=body_schema(RerankRequest),
+            include_in_schema=path == "/v1/rerank",
+        )
+    return router
+
+
+def _rerank(service: Service) -> Callable[..., object]:
+    async def rerank(
+        body: Annotated[RerankRequest, body_of(RerankRequest)], request: Request
+    ) -> Record:
+        """Documents by how well they fit a query, the best first."""
+        queries = [body.query] * len(body.documents)
+        build = functools.partial(_pairs, queries, body.documents, body.instruction)
+        found = await _decided(service, body, request, build)
+        results = [
+            {"index": i, "relevance_score": one["relevant"]["noul"]}
+            | ({} if body.return_documents is False else {"document": _shown(document)})
+            for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
+        ]
+        results.sort(key=lambda one: -one["relevance_score"])
+        return {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "model": service.model.name,
+            "usage": _plain_usage(found[0].report),
+            "results": results[: body.top_n or None],
+        } | _reported(body, found[0].report)
+
+    return rerank
+
+
+async def _decided(
+    service: Service,
+    body: SharedFields,
+    request: Request,
+    build: Callable[[MessageReader], list[Record]],
+) -> list[Decisions]:
+    """The decisions of a body, computed beside the requests of others."""
+    visit = visit_of(request)
+    visit.unused.sift(body)
+    visit.fields["model"] = body.model
+    service.model.check_name(body.model)
+    caller = visit.who()
+    tenant = caller.salted(body.cache_salt)
+
+    def requests() -> list[Record]:
+        reader = MessageReader(
+            service.config,
+            service.files,
+            caller.tenant,
+            body.limits(),
+            service.model.sizes,
+            visit.unused,
+            service.bindings,
+            tenant,
+        )
+        return build(reader)
+
+    asked = await unless_gone(request, service.threads.wait(requests), visit)
+
+    def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
+        try:
+            return service.vlm.decider.decide(asked, None, tenant, run)
+        except InputError as error:
+            if (field := _FIELD.match(str(error))) is None:
+                raise
+            raise ApiError(400, str(error), param=field[0], code="invalid_value") from error
+
+    found = await on_errand(service, request, visit, decide)
+    measured(service, visit, found[0].report)
+    return found
+
+
+async def on_errand(
+    service: Service,
+    request: Request,
+    visit: Visit,
+    work: Callable[[Callable[[Sequence[Answer]], None]], T],
+) -> T:
+    """The result of some work that runs sequences; they end when the client hangs up, or when the
+    time is over."""
+    errand = service.scheduler.together.errand(visit.who().account)
+    seconds = service.config.seconds("request_timeout")
+    try:
+        async with asyncio.timeout(seconds):
+            waiting = service.threads.wait(lambda: work(errand.run))
+            return await unless_gone(request, waiting, visit)
+    except TimeoutError:
+        text = f"the answer took longer than {seconds:.0f} s"
+        raise ApiError(504, text, code="timeout") from None
+    finally:
+        errand.cancel()
+
+
+def measured(service: Service, visit: Visit, report: GroupReport) -> None:
+    """Count what was computed, for the metrics, the key and the log."""
+    usage = report.usage
+    as_one = Report(milliseconds=report.milliseconds)
+    service.metrics.answered(usage, as_one)
+    visit.who().spend(usage.prompt_tokens)
+    visit.answered(usage, as_one, "stop")
+
+
+def _reported(body: SharedFields, report: GroupReport) -> Record:
+    wanted = body.keepsight is not None and body.keepsight.report
+    return {"keepsight": {"report": report.to_dict()}} if wanted else {}
+
+
+def _usage(report: GroupReport) -> Record:
+    """Counts in the form of OpenAI's Decisions."""
+    return {
+        "input_tokens": report.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": report.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": report.prompt_tokens,
+    }
+
+
+def _plain_usage(report: GroupReport) -> Record:
+    return {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": 0,
+        "total_tokens": report.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
+    }
+
+
+# -- pictures ------------------------------------------------------------------------------------
+
+
+def _assets(reader: MessageReader, given: dict[str, Asset]) -> dict[str, object]:
+    """The images of System One by their placeholders; errors name them so."""
+    try:
+        images = _images(reader, [_data_url(asset) for asset in given.values()], "assets")
+    except ApiError as problem:
+        if (found := _NUMBERED.match(problem.param or "")) is not None:
+            name = f"assets[{list(given)[int(found[1])]!r}]"
+            problem.param = f"{name}.data_base64"
+            problem.message = problem.message.replace(found[0], problem.param)
+        raise
+    return dict(zip(given, images, strict=True))
+
+
+def _data_url(asset: Asset) -> str:
+    return f"data:image/{asset.format or 'png'};base64,{asset.data_base64}"
+
+
+def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[object]:
+    """Pictures at addresses, within the limits of the server."""
+    if not urls:
+        return []
+    parts: list[Part] = [ImagePart(type="image_url", image_url=url) for url in urls]
+    message = ChatMessage(role="user", content=parts).called(place, place)
+    (read,) = reader.messages([message], "")
+    images = [part["image"] for part in read["content"] if part["type"] == "image"]
+    if len(images) != len(urls):
+        raise invalid(place, f"{place}: each must be one picture")
+    return images
+
+
+class _Pictures:
+    """The pictures of a request, each with a placeholder that occurs in no text of it."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        whole, self._mark = "\0".join(texts), "picture"
+        while f"<{self._mark}-" in whole:
+            self._mark += "'"
+        self.urls: list[str] = []
+
+    def placed(self, url: str) -> str:
+        """The placeholder of a picture; the same address is one picture."""
+        if url not in self.urls:
+            self.urls.append(url)
+        return f"<{self._mark}-{self.urls.index(url) + 1}>"
+
+    def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
+        """The pictures by their placeholders."""
+        names = [f"<{self._mark}-{number + 1}>" for number in range(len(self.urls))]
+        return dict(zip(names, _images(reader, self.urls, place), strict=True))
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every text in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inside in value.items():
+            yield str(name)
+            yield from _strings(inside)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _strings(inside)
+
+
+class _Asked:
+    """A request of OpenAI's Decisions as one of System One, and its answers back."""
+
+    def __init__(self, body: DecisionsRequest) -> None:
+        self._body = body
+        self._names: list[str] = []
+        self._options: list[dict[str, str | bool]] = []  # of choices, by the names they have here
+        self._pictures = _Pictures(_strings(body.model_dump(include={"input", "questions"})))
+        state = self._state()
+        questions = [self._question(one) for one in body.questions]
+        self._request: Record = {
+            "state": state,
+            "questions": dict(zip(self._names, questions, strict=True)),
+        }
+
+    def build(self, reader: MessageReader) -> list[Record]:
+        """The request, with its pictures read."""
+        return [{**self._request, "assets": self._pictures.assets(reader, "input")}]
+
+    def _state(self) -> object:
+        given = self._body.input
+        if isinstance(given, str):
+            return given
+        if len(given) == 1 and isinstance(given[0], InputMessage) and given[0].role == "user":
+            return self._text(given[0].content)
+        return [self._item(item) for item in given]
+
+    def _item(self, item: InputMessage | InputCall | InputOutput) -> Record:
+        if isinstance(item, InputMessage):
+            return {"role": item.role, "content": self._text(item.content)}
+        if isinstance(item, InputCall):
+            said = item.arguments if item.arguments is not None else item.input
+            return {"call": item.name, "call_id": item.call_id, "arguments": said}
+        return {"call_id": item.call_id, "output": self._text(item.output)}
+
+    def _text(self, content: str | list[InputPart]) -> str:
+        if isinstance(content, str):
+            return content
+        return "\n".join(self._part(part) for part in content)
+
+    def _part(self, part: InputPart) -> str:
+        if isinstance(part, InputImage):
+            return self._pictures.placed(part.image_url)
+        if isinstance(part, InputJson):
+            return json.dumps(part.data, ensure_ascii=False)
+        return part.refusal if isinstance(part, InputRefusal) else part.text
+
+    def _question(self, one: Predicate | Choice | Rating) -> Record:
+        number = len(self._names)
+        name = one.name or f"question {number + 1}"
+        self._names.append(name if name not in self._names else f"{name} ({number + 1})")
+        options: dict[str, str | bool] = {}
+        made: Record = {"instructions": self._text(one.instructions)}
+        if isinstance(one, Predicate):
+            made["type"] = "noul"
+        elif isinstance(one, Rating):
+            made |= {"type": "score", "criteria": [_described(level) for level in one.levels]}
+        else:
+            criteria: dict[str, str | None] = {}
+            for place, choice in enumerate(one.choices):
+                value = choice.value
+                if any(value == o and type(value) is type(o) for o in options.values()):
+                    where = f"questions[{number}].choices[{place}].value"
+                    raise invalid(where, f"{where}: {value!r} is given twice")
+                shown = value if isinstance(value, str) else json.dumps(value)
+                shown = shown if shown not in options else f"{shown} ({type(value).__name__})"
+                options[shown], criteria[shown] = value, choice.description
+            made |= {"type": "choice", "criteria": criteria}
+        self._options.append(options)
+        return made
+
+    def answers(self, found: Decisions) -> list[Record]:
+        """The answers in the order of the questions."""
+        made = []
+        for number, (one, name) in enumerate(zip(self._body.questions, self._names, strict=True)):
+            answer = found[name]
+            head: Record = {"type": one.type, "name": one.name}
+            if isinstance(one, Predicate):
+                made.append({**head, "probability": answer["noul"]})
+                continue
+            chances = answer["probabilities"]
+            head["confidence"] = answer["confidence"]
+            if isinstance(one, Choice):
+                values = self._options[number]
+                each = [{"value": values[n], "probability": p} for n, p in chances.items()]
+                made.append({**head, "choice": values[answer["choice"]], "probabilities": each})
+                continue
+            each = [
+                {"value": i, "label": level.label, "probability": chances[str(i)]}
+                for i, level in enumerate(one.levels)
+            ]
+            made.append({**head, "score": answer["score"], "probabilities": each})
+        return made
+
+
+def _described(level: ScoreLevel) -> str:
+    return f"{level.label}: {level.description}" if level.description else level.label
+
+
+def _pairs(
+    queries: Sequence[Document],
+    documents: Sequence[Document],
+    instruction: str | None,
+    reader: MessageReader,
+) -> list[Record]:
+    """One question for each pair. The document stands first: its picture is remembered for the
+    next query."""
+    made = []
+    for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
+        texts = [*_strings(_plain(query)), *_strings(_plain(document))]
+        pictures = _Pictures(iter(texts))
+        state = {
+            "document": _with_pictures(document, pictures),
+            "query": _with_pictures(query, pictures),
+        }
+        if instruction:
+            state["instruction"] = instruction
+        assets = pictures.assets(reader, f"documents[{number}]")
+        made.append({"state": state, "questions": _RELEVANT, "assets": assets})
+    return made
+
+
+def _plain(document: Document) -> object:
+    return document if isinstance(document, str) else document.model_dump()
+
+
+def _with_pictures(document: Document, pictures: _Pictures) -> str:
+    if isinstance(document, str):
+        return document
+    if isinstance(document, PlainText):
+        return document.text
+    words = []
+    for part in document.content:
+        if isinstance(part, ImagePart):
+            place = part.image_url or part.image or part.url
+            url = place if isinstance(place, str) else place.url if place is not None else None
+            if url is None:
+                raise invalid("documents", "a picture needs its image_url")
+            words.append(pictures.placed(url))
+        elif (text := getattr(part, "text", None)) is not None:
+            words.append(text)
+        else:
+            raise invalid("documents", f"parts of the type {part.type!r} cannot be ranked")
+    return "\n".join(words)
+
+
+def _shown(document: Document) -> Record:
+    """A document as it is sent back."""
+    if isinstance(document, str):
+        return {"text": document}
+    if isinstance(document, PlainText):
+        return {"text": document.text}
+    texts = [text for part in document.content if (text := getattr(part, "text", None))]
+    return {"text": "\n".join(texts)}
