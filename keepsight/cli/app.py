@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepsight import __version__
-from keepsight.cli import cache, encode, export, families, plan, serve
+from keepsight.cli import batch, cache, decide, encode, export, families, plan, serve
 from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
@@ -121,6 +121,15 @@ def ask(
     model: SomeModel = None,
     image: Images = None,
     prompt: Prompt = None,
+    batch_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch", help='Many questions: lines of {"question": ..., "images": [...]}.'
+        ),
+    ] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Where the answers of --batch go; resumable.")
+    ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -138,14 +147,29 @@ def ask(
     report: ShowReport = False,
 ) -> None:
     """Ask one question about any number of images; the answer is printed as it is generated."""
-    named, words = model_first(words or [], prompt is not None, model)
+    many = batch_file is not None or out_file is not None
+    named, words = model_first(words or [], many or prompt is not None, model)
     model = one_model(named, model)
-    images, question = _question(words, image or [], prompt)
-    check_images(images)
     options = decoding(max_tokens, temperature, top_p, seed)
-    out = console()
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
+    if many:
+        if batch_file is None or out_file is None:
+            raise InputError("--batch and --out go together: the questions, and their answers")
+        if words or image or prompt is not None or report:
+            raise InputError("--batch has its own questions and images; leave out all others")
+        questions, answers = batch.read_questions(batch_file), expanded(out_file)
+        batch.answered(answers, questions)  # before anything slow
+        with load(model, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
+            good, bad = batch.run(vlm, questions, answers, options, console(stderr=True))
+        if as_json:
+            json_line({"answered": good, "failed": bad, "out": str(out_file)})
+        else:
+            console().print(f"{good} answered, {bad} failed: {out_file}")
+        raise typer.Exit(1 if bad else 0)
+    images, question = _question(words, image or [], prompt)
+    check_images(images)
+    out = console()
     with load(model, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.typed_pictures import pictures_at  # start-up time
         from keepsight.prompt.messages import user_message
@@ -189,6 +213,9 @@ def _question(words: list[str], images: list[str], prompt: str | None) -> tuple[
     ):
         raise InputError(f'{question} is an image; write: keepsight ask {question} "What is it?"')
     return images, question
+
+
+app.command("decide")(decide.decide)
 
 
 @app.command()

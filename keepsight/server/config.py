@@ -206,6 +206,9 @@ class ServerConfig(StrictSettings):
     max_messages: Count = Field(20_000, description="Most messages in a request.")
     max_choices: Count = Field(8, description="Answers to one request (n).")
     max_tokens: Count | None = Field(None, description="The longest answer that anybody gets.")
+    decision_config: str | None = Field(
+        None, description="decision.json of /v1/systemone; the model's own if not set."
+    )
     max_running: Count = Field(16, description="Most answers decoded together.")
     max_waiting: Annotated[int, Field(ge=0)] = Field(64, description="Most requests that wait.")
     max_connections: Count = Field(4096, description="Most open connections.")

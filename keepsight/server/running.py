@@ -43,6 +43,8 @@ _HEADERS = 64 << 10  # bytes of a request's head
 
 def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
     """The service for a model: warmed, with its scheduler."""
+    if config.decision_config is not None:
+        vlm.decider.config = config.decision_config
     if config.warm_up:
         warm_up(vlm)
     together = Together(
