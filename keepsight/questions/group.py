@@ -20,8 +20,10 @@ from keepsight.core.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.core.sequence import Wanted
+from keepsight.kinds import Message
 from keepsight.media.medium import Medium
 from keepsight.prefix.prompt import Prompt, Range, Rule
+from keepsight.prompt.messages import parse_messages, with_media
 from keepsight.report import GroupReport, Shared
 from keepsight.system.accounts import account_of
 
@@ -30,13 +32,33 @@ WORTH = 32  # tokens that a snapshot must save
 Run = Callable[[Sequence[Answer]], None]
 
 
-def named(runtime: Runtime, image: object, tenant: str) -> Medium:
-    """An image, looked at once for a whole call."""
-    message = {"role": "user", "content": [{"type": "image", "image": image}]}
+def named(runtime: Runtime, thing: object, tenant: str, kind: str = "image") -> Medium:
+    """A medium, looked at once for a whole call."""
+    message = {"role": "user", "content": [{"type": kind, kind: thing}]}
     order = Order(runtime, [message], Call(tenant, {}, {}))
     with runtime.lock:
         order.learn()
     return order.media[0]
+
+
+class Named:
+    """The media of one call: what is given several times, as the same object or under the same
+    path, is opened once."""
+
+    def __init__(self, runtime: Runtime, tenant: str) -> None:
+        self._runtime, self._tenant = runtime, tenant
+        self._known: dict[object, tuple[object, Medium]] = {}  # with what was given, kept alive
+
+    def messages(self, messages: list[Message]) -> list[Message]:
+        """Messages with named media in place of the given ones."""
+        clean, given = parse_messages(messages)
+        return with_media(clean, [self._medium(kind, thing) for kind, thing in given])
+
+    def _medium(self, kind: str, thing: object) -> Medium:
+        key = kind, thing if isinstance(thing, str) else id(thing)
+        if key not in self._known:
+            self._known[key] = thing, named(self._runtime, thing, self._tenant, kind)
+        return self._known[key][1]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.kinds import Message
 from keepsight.models.families.pixels import embedding_of
 from keepsight.prefix.prompt import Prompt
-from keepsight.questions.group import Reading, Run, read_together
+from keepsight.questions.group import Named, Reading, Run, read_together
 from keepsight.report import GroupReport, Usage
 
 Continuation = str | Sequence[int]
@@ -90,19 +90,17 @@ def score(
         raise InputError("messages: there is no conversation")
     with runtime.lock:
         runtime.refresh(call.tenant)
-    rows, orders = list[list[Scored]](), list[Order]()
+    rows, prompts = list[list[Scored]](), list[Prompt]()
+    media = Named(runtime, call.tenant)
     with runtime.lock.beside():
         for number, (messages, given) in enumerate(zip(conversations, continuations, strict=True)):
-            order = Order(runtime, messages, call).rendered()
-            orders.append(order)
+            prompt = Order(runtime, media.messages(messages), call).rendered().prompt
+            prompts.append(prompt)
             where = f"continuations[{number}]" if len(conversations) > 1 else "continuations"
             several = enumerate(_several(given, where))
             ids = [_ids(runtime, one, f"{where}[{i}]") for i, one in several]
-            rows.append([_behind(order.prompt, one) for one in ids])
-    for order in orders:
-        with runtime.lock:
-            order.learn()
-    alone = [orders[0].prompt] if len(orders) == 1 else []
+            rows.append([_behind(prompt, one) for one in ids])
+    alone = prompts if len(prompts) == 1 else []
     report = score_tokens(runtime, [one for row in rows for one in row], call.tenant, alone, 0, run)
     tokenizer = runtime.tokenizer()
     made = []
