@@ -53,6 +53,7 @@ from keepsight.media.medium import Picture, Pictures
 from keepsight.media.visions import encode_all
 from keepsight.models import loading, without_tower
 from keepsight.models.blindfold import blindfold
+from keepsight.models.deciding import without_head
 from keepsight.models.families import family_of
 from keepsight.models.loadable import check_loadable
 from keepsight.models.narrow import narrow
@@ -200,6 +201,7 @@ class VLM:
         self.tenant, self.installed = tenant_name(tenant), cast("InstalledGenerate | None", None)
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"expected a Transformers model, got a {type(model).__name__}")
+        model, head = without_head(model)
         family = family_of(model)
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
@@ -225,7 +227,8 @@ class VLM:
         self.runtime = Runtime(
             model, family, processor, weights, chosen, kept, renderer, owned=owned
         )
-        self.decider = Decider(self.runtime)
+        self.decider = Decider(self.runtime, head)
+        self.runtime.decides_only = head is not None
         self._fingerprint(files)
         if self.runtime.store is not None and not family.packages_only:
             self.runtime.engine.snapshot_pattern()  # so that no turn has to wait for it

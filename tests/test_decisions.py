@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import build, picture
-from transformers import DecisionConfig
+from transformers import DecisionConfig, JevConfig, JevForDecision
 from transformers.pipelines import DecisionPipeline
 
 import keepsight as ks
-from keepsight.errors import ImageError, InputError
+from keepsight.errors import ImageError, InputError, UnsupportedInput
+from keepsight.models import loading
 from keepsight.questions.decide import Decisions
 
 KINDS = ("qwen3_vl", "qwen3_5")
@@ -304,3 +306,43 @@ def test_bad_input_is_named_and_the_next_request_is_served() -> None:
             vlm.decide(good, decision_config=__file__ + "/decision.json")
         expect_equal(vlm.decide(good, decision_config=config), theirs)
         vlm.runtime.check()
+
+
+@functools.cache
+def deciding(softcap: float | None) -> Any:
+    """A decision model around the hybrid: its head scores options."""
+    inner = parts("qwen3_5")[0]
+    config = JevConfig(
+        hidden_size=inner.config.text_config.hidden_size,
+        softcap=softcap,
+        text_config=inner.config.to_dict(),
+    )
+    model = JevForDecision(config).eval()
+    model.model.load_state_dict(inner.model.state_dict())
+    torch.nn.init.normal_(model.proj.weight, generator=torch.Generator().manual_seed(1))
+    mark = "{{ state }} {{ question.type }} {{ question.instructions }}:<|mark|> end"
+    model.decision_config = DecisionConfig(chat_template=mark, temperature={"noul": 2.0})
+    return model
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_head_of_a_decision_model(softcap: float | None, tmp_path: Path) -> None:
+    model, processor = deciding(softcap), copy.copy(parts("qwen3_5")[1])
+    processor.tokenizer = copy.deepcopy(processor.tokenizer)
+    given = {"state": "a text", "questions": {k: q for k, q in questions(3).items() if k != "tone"}}
+    pipe = DecisionPipeline(model=model, tokenizer=processor.tokenizer, processor=processor)
+    theirs = pipe(given)
+    with ks.wrap(model, parts("qwen3_5")[1]) as vlm:
+        ours = vlm.decide(given)
+        expect_equal(ours, theirs)
+        assert len({round(one["noul"], 4) for one in list(ours.values())[:3]}) == 3  # type: ignore[union-attr]
+        messages = [{"role": "user", "content": "Hello?"}]
+        for call in (vlm.chat, vlm.generate, lambda m: vlm.score(m, ["a"])):
+            with pytest.raises(UnsupportedInput, match="decision model"):
+                call(messages if call != vlm.generate else torch.tensor([[20, 21]]))
+        assert vlm.decide(given) == ours
+    model.save_pretrained(tmp_path)
+    processor.tokenizer.save_pretrained(tmp_path)
+    loaded = loading.load_named(str(tmp_path), "float32", None, None)[0]
+    with ks.wrap(loaded, parts("qwen3_5")[1]) as vlm:
+        expect_equal(vlm.decide(given), theirs)

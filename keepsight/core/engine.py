@@ -442,6 +442,7 @@ class Engine:
     def choose(self, seq: Sequence) -> None:
         """How its tokens are chosen; unknown and impossible options are refused."""
         if seq.options is not None:
+            self._memory.require_words()
             ids = torch.from_numpy(seq.prompt.ids)[None].to(self._model.device)
             tokenizer = getattr(self._memory.processor, "tokenizer", None)
             more = (seq.options, seq.default_tokens)

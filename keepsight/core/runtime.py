@@ -84,6 +84,7 @@ class Runtime:
         attention.begin()
         passes.begin()
         self.lock, self._renderer, self.closed = FairLock(), renderer, False
+        self.decides_only = False  # its head scores options, not words
         self.housekeeping = Mutex()  # taken before `lock`, to pin or remove in all tiers
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
@@ -146,6 +147,13 @@ class Runtime:
             raise UnsupportedInput(
                 f"{self.model.config.model_type} is {what}: here it makes packages, with encode(), "
                 "and answers nothing"
+            )
+
+    def require_words(self) -> None:
+        """Refuse calls that need words of a model that only decides."""
+        if self.decides_only:
+            raise UnsupportedInput(
+                "this is a decision model: it writes no text and scores none; use decide()"
             )
 
     def close(self) -> None:

@@ -21,11 +21,12 @@ import huggingface_hub
 import torch
 import transformers
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForDecision, AutoModelForImageTextToText, PreTrainedModel
 
 from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
+from keepsight.models.deciding import has_head
 from keepsight.models.partial_processor import partial_processor
 from keepsight.models.silence import without_short_bars
 from keepsight.system.words import check_dtype
@@ -50,6 +51,9 @@ def load_named(
 ) -> tuple[PreTrainedModel, str | None]:
     """The model in eval mode, and the name of the files with all its weights."""
     options = load_options(dtype, device_map, revision)
+    if has_head(path, revision):  # which Transformers loads without saying what was missing
+        with named_refusal(path), without_short_bars(path):
+            return AutoModelForDecision.from_pretrained(path, **options).eval(), None
     before = files_of(path, revision)
     with named_refusal(path), without_short_bars(path):
         model, found = AutoModelForImageTextToText.from_pretrained(

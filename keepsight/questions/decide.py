@@ -17,6 +17,7 @@ from keepsight.core.runtime import Runtime
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.models import upstream
+from keepsight.models.deciding import DecisionHead
 from keepsight.prefix.prompt import Prompt
 from keepsight.questions.group import Reading, Run, read_together
 from keepsight.questions.prompts import DecisionPrompt, DecisionPrompts
@@ -41,8 +42,8 @@ class Decisions(dict[str, Record]):
 class Decider:
     """Decides with one model; what it builds for a decision config is kept."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, head: DecisionHead | None = None) -> None:
+        self._runtime, self._head = runtime, head
         self.config: Config = None  # for calls that name none; the repository's if this does not
         self._read: tuple[str, DecisionConfig] | None = None  # the latest that was read
         self._prompts: DecisionPrompts | None = None
@@ -61,7 +62,7 @@ class Decider:
         with runtime.lock.beside():
             for request in requests:
                 asked, phantom = prompts.of(request, tenant)
-                found.append([_Answers(one, prompts) for one in asked])
+                found.append([_Answers(one, prompts, self._head) for one in asked])
                 readings += [one.reading() for one in found[-1]]
                 beginnings.append(phantom)
         report = read_together(runtime, readings, beginnings, tenant, run)
@@ -80,6 +81,8 @@ class Decider:
 
     def _config(self, given: Config) -> DecisionConfig:
         given = self.config if given is None else given
+        if given is None and self._head is not None:
+            return self._head.config
         if isinstance(given, DecisionConfig):
             return given
         where = self._runtime.model.name_or_path if given is None else os.fspath(given)
@@ -99,9 +102,11 @@ class Decider:
 class _Answers:
     """The scores of the questions of one prompt, as they come."""
 
-    def __init__(self, asked: DecisionPrompt, prompts: DecisionPrompts) -> None:
-        self._asked, self._config = asked, prompts.config
-        self._labels = [_label_ids(prompts, one) for one in asked.questions]
+    def __init__(
+        self, asked: DecisionPrompt, prompts: DecisionPrompts, head: DecisionHead | None
+    ) -> None:
+        self._asked, self._config, self._head = asked, prompts.config, head
+        self._labels = [] if head else [_label_ids(prompts, one) for one in asked.questions]
         if len(asked.marks) != len(asked.questions):
             raise InputError(
                 f"the decision template set {len(asked.marks)} marks for "
@@ -122,7 +127,14 @@ class _Answers:
         for number, row in enumerate(rows, place):
             wanted = [i for i, mark in enumerate(self._asked.marks) if mark - 1 == number]
             for i in wanted:
-                self._scores[i] = row[self._labels[i]].float().cpu()
+                self._scores[i] = self._of(i, row).float().cpu()
+
+    def _of(self, number: int, row: torch.Tensor) -> torch.Tensor:
+        """The scores of one question's options among all that a place has."""
+        if self._head is None:
+            return row[self._labels[number]]
+        question = self._asked.questions[number]
+        return self._head.options(row, question.type, len(question.options))
 
     def answers(self) -> Record:
         """The answers, read from the scores as Transformers reads them."""

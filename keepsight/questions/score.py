@@ -124,6 +124,7 @@ def score_tokens(
 ) -> GroupReport:
     """Find the log-probabilities of tokens in prompts, given all before them; and with `likeliest`
     those of so many others at each place."""
+    runtime.require_words()
     if runtime.family.reuse == "whole prompt" and any(
         one.first < len(one.prompt) - 1 for one in scored
     ):
