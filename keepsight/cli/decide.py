@@ -1,4 +1,7 @@
-"""`keepsight decide`: typed questions about pictures, answered by probabilities."""
+"""`keepsight decide`: typed questions about pictures, answered by probabilities.
+
+The questions come from a file: some by their names, or a whole request as `vlm.decide` takes it.
+"""
 
 from __future__ import annotations
 
