@@ -8,6 +8,7 @@ import copy
 import functools
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,62 @@ def test_a_small_memory_answers_the_same() -> None:
     given = request(2, 12)
     with ks.wrap(model, processor, cache_budget=20_000) as vlm:
         expect_equal(vlm.decide(given, decision_config=config), pipeline("qwen3_5")(given))
+        vlm.runtime.check()
+
+
+@pytest.mark.parametrize("kind", ["internvl", "gemma3", "mllama", "molmo2", "paligemma"])
+def test_other_kinds_of_layers(kind: str) -> None:
+    """Media that stay whole, cross attention, prompts that are reused with the same media or not at
+    all."""
+    model, processor, config = parts(kind)
+    given = request(8, 3)
+    with ks.wrap(model, processor) as vlm:
+        ours = vlm.decide(given, decision_config=config)
+        expect_equal(ours, pipeline(kind)(request(8, 3)))
+        assert isinstance(ours, Decisions) and ours.report.images_encoded == 2
+        expect_equal(vlm.decide(given, decision_config=config), ours)
+        vlm.runtime.check()
+
+
+def test_tenants_share_nothing_and_changed_weights_are_noticed() -> None:
+    model, processor = build("qwen3_vl")[:2]
+    config, given = parts("qwen3_vl")[2], request(11, 2)
+    with ks.wrap(model, processor) as vlm:
+        mine = vlm.decide(given, decision_config=config, tenant="a")
+        theirs = vlm.decide(given, decision_config=config, tenant="b")
+        assert isinstance(mine, Decisions) and isinstance(theirs, Decisions)
+        assert mine == theirs
+        assert theirs.report.images_encoded == 2
+        assert theirs.report.computed_tokens == mine.report.computed_tokens
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        changed = vlm.decide(given, decision_config=config, tenant="a")
+        assert changed != mine
+        copied = DecisionPipeline(
+            model=model,
+            tokenizer=copy.deepcopy(processor.tokenizer),
+            processor=processor,
+            decision_config=config,
+        )
+        expect_equal(changed, copied(given))
+
+
+def test_answers_of_others_go_on_beside_decisions() -> None:
+    model, processor, config = parts("qwen3_5")
+    messages = [{"role": "user", "content": "Tell me something about it."}]
+    with ks.wrap(model, processor) as vlm, ks.wrap(model, processor) as alone:
+        wanted = alone.chat(messages, max_new_tokens=24, min_new_tokens=24).text
+        theirs = alone.decide(request(5, 40), decision_config=config)
+        found: list[str] = []
+        chat = threading.Thread(
+            target=lambda: found.append(
+                vlm.chat(messages, max_new_tokens=24, min_new_tokens=24).text
+            )
+        )
+        chat.start()
+        assert vlm.decide(request(5, 40), decision_config=config) == theirs
+        chat.join()
+        assert found == [wanted]
         vlm.runtime.check()
 
 
