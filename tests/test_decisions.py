@@ -224,11 +224,10 @@ def test_tenants_share_nothing_and_changed_weights_are_noticed() -> None:
             model.lm_head.weight.mul_(1.5)
         changed = vlm.decide(given, decision_config=config, tenant="a")
         assert changed != mine
+        own = copy.copy(processor)
+        own.tokenizer = copy.deepcopy(processor.tokenizer)
         copied = DecisionPipeline(
-            model=model,
-            tokenizer=copy.deepcopy(processor.tokenizer),
-            processor=processor,
-            decision_config=config,
+            model=model, tokenizer=own.tokenizer, processor=own, decision_config=config
         )
         expect_equal(changed, copied(given))
 

@@ -306,6 +306,15 @@ def test_completions_as_a_harness_asks(server: Live, vlm: ks.VLM) -> None:
     )
 
 
+def test_completions_of_a_given_form(server: Live) -> None:
+    asked = {"prompt": ["It is", "Not"], "max_tokens": 12, "guided_choice": ["crimson", "azure"]}
+    status, found, _ = server.call("/v1/completions", asked)
+    assert status == 200
+    assert {choice["text"] for choice in found["choices"]} <= {"crimson", "azure"}
+    status, found, _ = server.call("/v1/completions", asked | {"guided_choice": []})
+    assert (status, found["error"]["param"]) == (400, "guided_choice")
+
+
 def test_completions_of_the_openai_client(server: Live, vlm: ks.VLM) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     prompts = ["The picture shows", "What color is the"]

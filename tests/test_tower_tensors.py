@@ -347,7 +347,7 @@ def test_a_family_hears_the_same(kind: str, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(frames)
         sound = {"input_features": torch.randn(1, bins, frames, generator=generator)}
         sound["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
-        pixels = Pixels(sound, {}, (1,), "audio")
+        pixels = Pixels(sound, {}, (), "audio")
         assert set(own.tower_tensors.of(sound)) > {"padded_feature", "cu_seqlens"}
         assert torch.equal(own.encode(pixels)[0]["features"], stock(own, pixels)["features"])
 

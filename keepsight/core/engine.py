@@ -73,7 +73,8 @@ class Engine:
         self._telling = False
         self.piece, self.max_running = PIECE, MAX_RUNNING
         self.longest_pass = PASS
-        words = memory.model.config.get_text_config().vocab_size
+        # A vision encoder alone has no words.
+        words = getattr(memory.model.config.get_text_config(), "vocab_size", 1)
         self.most_rows = max(1, MOST_LOGITS // (4 * words))  # of a pass
         self.prefill_tokens = self.decode_steps = self.towers = 0
         self._number = self._round = self._rows = 0

@@ -113,6 +113,12 @@ def parsed_template(source: str) -> nodes.Template:
     return tree
 
 
+def flash_attention() -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Torch's flash attention: the operator below its public functions, whose names move."""
+    found: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._flash_attention_forward
+    return found
+
+
 # -- decisions -------------------------------------------------------------------------------------
 
 _TEMPLATES = "transformers.decision.template_utils"

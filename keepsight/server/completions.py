@@ -18,6 +18,7 @@ from pydantic import Field
 from keepsight.core.call import Call
 from keepsight.core.order import Order
 from keepsight.core.sequence import Sequence as Answer
+from keepsight.core.structured.formats import Format
 from keepsight.kinds import Record
 from keepsight.models.families.pixels import embedding_of
 from keepsight.prefix.prompt import Prompt
@@ -27,6 +28,7 @@ from keepsight.report import GroupReport, Report, Usage
 from keepsight.server.access import body_of, body_schema, visit_of
 from keepsight.server.decisions import on_errand
 from keepsight.server.errors import invalid
+from keepsight.server.forms import text_form
 from keepsight.server.sampling import Recorder, Sampling, sampling
 from keepsight.server.schema import AnswerOptions, Body, ChatMessage, Rendering, Text, Tokens
 from keepsight.server.streaming import unless_gone
@@ -52,7 +54,6 @@ class CompletionRequest(AnswerOptions):
         "suffix": "answers only go on behind a prompt",
         "n": "one answer is given to each prompt; send the prompt several times",
         "prompt_logprobs": "send echo and logprobs",
-        "response_format": "answers are not constrained here",
     }
 
     prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=MOST_PROMPTS)]
@@ -99,7 +100,7 @@ def routes(service: Service) -> APIRouter:
         if body.stream:
             raise invalid("stream", "completions are not streamed here; see /v1/chat/completions")
         tenant = visit.who().salted(body.cache_salt)
-        work = _Completions(service, body, tenant)
+        work = _Completions(service, body, tenant, text_form(body, visit.unused))
         await unless_gone(request, service.threads.run(work.prepare, large=True), visit)
         made = await on_errand(service, request, visit, work.run)
         usage, report = work.usage(), Report()
@@ -181,8 +182,10 @@ def _check_ids(ids: Sequence[int], service: Service, place: str) -> None:
 class _Completions:
     """One request on its way to its choices."""
 
-    def __init__(self, service: Service, body: CompletionRequest, tenant: str) -> None:
-        self._service, self._body, self._tenant = service, body, tenant
+    def __init__(
+        self, service: Service, body: CompletionRequest, tenant: str, form: Format | None
+    ) -> None:
+        self._service, self._body, self._tenant, self._form = service, body, tenant, form
         self._runtime = service.vlm.runtime
         self._texts: list[str] = []
         self._prompts: list[Prompt] = []
@@ -244,6 +247,8 @@ class _Completions:
         if self._most:
             for number, prompt in enumerate(self._prompts):
                 options, recorder = self._sampling.of(number)
+                if self._form is not None:
+                    options |= runtime.grammar({"response_format": self._form}, prompt)
                 seq = Answer(prompt, self._tenant, options, tokenizer=runtime.tokenizer())
                 self._answers.append(seq)
                 self._recorders.append(recorder)

@@ -100,10 +100,11 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work."""
-        return name in self._writer.jobs or (
-            name not in self._writer.uses.over and self._files.is_there(name)
-        )
+        """Whether reading this entry should work. Its file says when it expires."""
+        if name in self._writer.jobs:
+            return True
+        known = name not in self._writer.uses.over and self._files.is_there(name)
+        return known and not self._is_over(name)
 
     def tier(self, name: EntryName) -> str | None:
         """Where a read would find it: "disk", or None."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from keepsight.models import upstream
+
 _WIDEST = 256  # of a head
 
 
@@ -36,7 +38,7 @@ def at_the_end(
     """Attention of the last tokens of one sequence; `window`: how many keys each of them sees.
     Shapes as in `scaled_dot_product_attention`, with fewer heads of keys than of queries."""
     rows, seen, held = (x.transpose(1, 2) for x in (query, keys, values))
-    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+    found: torch.Tensor = upstream.flash_attention()(
         *(rows, seen, held, None, None, rows.shape[1], seen.shape[1], 0.0, True, False),
         scale=scale,
         window_size_left=None if window is None else window - 1,
@@ -60,7 +62,7 @@ def in_a_pool(
     """Attention of several sequences, `rows` queries of each between `edges`, over a pool of keys:
     (rows, heads, width) all of them. Sequence `i` has its first key at `starts[i]`, and
     `lengths[i]` keys, `longest` at most."""
-    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
+    found: torch.Tensor = upstream.flash_attention()(
         *(query, keys, values, edges, starts, rows, longest, 0.0, True, False),
         scale=scale,
         window_size_left=None if window is None else window - 1,
