@@ -54,7 +54,7 @@ __all__ = [
 if TYPE_CHECKING:
     from keepsight import errors
     from keepsight.core.together import Ticket, Together
-    from keepsight.encode.mapping import Encoder
+    from keepsight.encode.encoder import Encoder
     from keepsight.export.runtime_choice import load
     from keepsight.formats.package import Package
     from keepsight.models.tower_inputs import tower_tensors
