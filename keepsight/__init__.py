@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Encoder": "encode.mapping",
+    "Encoder": "encode.encoder",
     "Package": "formats.package",
     "Prefix": "session.prepared",
     "Reply": "report",
