@@ -48,7 +48,7 @@ def make(shape: str) -> tuple[Any, Any]:
     vision = {**architecture.vision(SIZE), "num_heads": 16, "intermediate_size": 4304}
     if "deepstack_visual_indexes" in vision:
         vision["deepstack_visual_indexes"] = [8, 16, 24]
-    config = getattr(transformers, architecture.config)(
+    config = getattr(transformers, f"{architecture.name}Config")(
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -59,7 +59,7 @@ def make(shape: str) -> tuple[Any, Any]:
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"), no_init_weights():
-        model = getattr(transformers, architecture.model)(config).eval()
+        model = getattr(transformers, f"{architecture.name}ForConditionalGeneration")(config).eval()
     torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():

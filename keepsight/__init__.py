@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Encoder": "encode.mapping",
+    "Encoder": "encode.encoder",
     "Package": "formats.package",
     "Prefix": "session.prepared",
     "Reply": "report",
@@ -54,7 +54,7 @@ __all__ = [
 if TYPE_CHECKING:
     from keepsight import errors
     from keepsight.core.together import Ticket, Together
-    from keepsight.encode.mapping import Encoder
+    from keepsight.encode.encoder import Encoder
     from keepsight.export.runtime_choice import load
     from keepsight.formats.package import Package
     from keepsight.models.tower_inputs import tower_tensors

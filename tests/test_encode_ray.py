@@ -20,7 +20,7 @@ from encode_parts import png, table, zipped
 
 import keepsight as ks
 from keepsight import encode as room
-from keepsight.encode import cluster
+from keepsight.encode import on_ray
 from keepsight.errors import InputError
 
 ray = pytest.importorskip("ray")
@@ -86,13 +86,13 @@ def kill_one(done: list[int], store: Path) -> None:
 def test_two_workers_one_killed_give_the_packages_of_a_plain_run(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_TOGETHER", 4)
+    monkeypatch.setattr(on_ray, "_TOGETHER", 4)
     pieces = room.find([photos]).pieces
     options = {**MODEL, "store": str(tmp_path / "ray")}
     done: list[int] = []
     killer = threading.Thread(target=kill_one, args=(done, tmp_path / "ray"), daemon=True)
     killer.start()
-    results = list(cluster.run_on_ray(pieces, room.ReadOptions(), options, workers=2))
+    results = list(on_ray.run_on_ray(pieces, room.ReadOptions(), options, workers=2))
     killer.join(timeout=1)
     assert done and done[0] < 27, "no worker was killed in the middle"
     plain = alone(photos, tmp_path / "alone")
@@ -103,10 +103,10 @@ def test_two_workers_one_killed_give_the_packages_of_a_plain_run(
     assert len(files(tmp_path / "ray")) == 27
 
     # Again, with everything there; and a worker that refuses is heard here.
-    again = cluster.run_on_ray(pieces, room.ReadOptions(), options, workers=1)
+    again = on_ray.run_on_ray(pieces, room.ReadOptions(), options, workers=1)
     assert {result.status for result in again} == {"kept", "duplicate", "broken"}
     with pytest.raises(InputError, match="no column 'photo'.*image"):
-        list(cluster.run_on_ray(pieces, room.ReadOptions(column="photo"), options, workers=1))
+        list(on_ray.run_on_ray(pieces, room.ReadOptions(column="photo"), options, workers=1))
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_an_encoder_maps_over_ray_data(tmp_path: Path) -> None:
 def test_pieces_are_grouped_and_containers_go_alone() -> None:
     kinds = ["image"] * 70 + ["pdf", "pdf"] + ["text", "image"]
     pieces = [room.SourcePiece(str(n), kind, str(n)) for n, kind in enumerate(kinds)]
-    groups = list(cluster.grouped(pieces))
+    groups = list(on_ray.grouped(pieces))
     assert [len(group) for group in groups] == [32, 32, 6, 1, 1, 2]
     assert [piece for group in groups for piece in group] == pieces
 
@@ -140,4 +140,4 @@ def test_without_ray_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ks.errors.MissingExtra, match=r"extra 'ray'\); run: pip install"):
-        list(cluster.run_on_ray([], room.ReadOptions(), MODEL))
+        list(on_ray.run_on_ray([], room.ReadOptions(), MODEL))

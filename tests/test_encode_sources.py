@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepsight.encode import archives, count, documents, find, parse_shard
-from keepsight.encode.items import ReadOptions
-from keepsight.encode.sources import kind_of
+from keepsight.encode.items import ReadOptions, kind_of
 from keepsight.errors import InputError
 from keepsight.media import video_files
 from keepsight.media.clips import open_clip

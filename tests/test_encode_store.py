@@ -27,9 +27,8 @@ from PIL import Image
 
 import keepsight as ks
 from keepsight.encode import encode
-from keepsight.encode.mapping import Encoder
-from keepsight.encode.results import CountedPackages
-from keepsight.encode.run import Ahead
+from keepsight.encode.encoder import Encoder
+from keepsight.encode.run import work_ahead
 from keepsight.errors import InputError, NotStored, StoreError
 
 QUESTION = "Describe the picture."
@@ -388,9 +387,8 @@ def test_work_ahead_keeps_the_order_and_its_bounds(
             most = max(most, held)
         return size
 
-    ahead: Ahead[int, int] = Ahead(work, lambda _: 0, lambda size: size, threads, budget)
     found = []
-    for size in ahead.over(iter(sizes)):
+    for size in work_ahead(work, sizes, threads, budget, lambda _: 0, lambda size: size):
         found.append(size)
         with lock:
             held -= size
@@ -400,16 +398,21 @@ def test_work_ahead_keeps_the_order_and_its_bounds(
     assert most <= budget + (16 * threads + 1) * max(sizes, default=0)
 
 
+def ahead_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("keepsight-ahead")]
+
+
 def test_bytes_bound_what_is_ahead() -> None:
     started: list[int] = []
-    ahead: Ahead[int, int] = Ahead(
-        lambda n: started.append(n) or n, lambda _: 10, lambda _: 0, 2, 35
+    over = work_ahead(
+        lambda n: started.append(n) or n, range(100), 2, 35, lambda _: 10, lambda _: 0
     )
-    over = ahead.over(iter(range(100)))
     assert next(over) == 0
     threading.Event().wait(0.2)
     assert len(started) <= 5
     over.close()
+    for thread in ahead_threads():
+        thread.join(60)  # closing waits for none of them
     assert len(started) <= 6, "closing starts nothing new"
 
 
@@ -421,25 +424,13 @@ def test_errors_of_a_source_and_of_work_reach_whoever_asks() -> None:
     def wrong(_: int) -> int:
         raise KeyError("a bug")
 
-    ahead: Ahead[int, int] = Ahead(lambda n: n, lambda _: 0, lambda _: 0, 1, 10)
-    over = ahead.over(numbers())
+    over = work_ahead(lambda n: n, numbers(), 1, 10, lambda _: 0, lambda _: 0)
     assert next(over) == 1
     with pytest.raises(InputError, match="torn"):
         next(over)
     with pytest.raises(KeyError, match="a bug"):
-        list(Ahead(wrong, lambda _: 0, lambda _: 0, 1, 10).over([1]))
-    assert not [t for t in threading.enumerate() if t.name.startswith("keepsight-ahead")]
-
-
-def test_once_is_bounded() -> None:
-    once = CountedPackages(most=2)
-    assert [once.first(mark * 32) for mark in ("aa", "bb", "aa", "cc", "aa")] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-    ]
+        list(work_ahead(wrong, [1], 1, 10, lambda _: 0, lambda _: 0))
+    assert not ahead_threads()
 
 
 # -- as a callable -------------------------------------------------------------------------------

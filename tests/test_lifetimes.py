@@ -25,7 +25,7 @@ from models import picture, turn
 import keepsight as ks
 from keepsight import Together
 from keepsight.encode.documents import _Document, pdf_lock
-from keepsight.encode.run import Ahead
+from keepsight.encode.run import work_ahead
 from keepsight.store import DiskStore, files, open_store
 from keepsight.store.remote import RemoteStore
 from keepsight.system import lock as locks
@@ -287,7 +287,7 @@ def test_work_ahead_that_the_collector_ends_waits_for_no_thread() -> None:
         return number
 
     def end() -> None:
-        over = Ahead(work, lambda _: 0, lambda _: 0, 2, 10).over(range(100))
+        over = work_ahead(work, range(100), 2, 10, lambda _: 0, lambda _: 0)
         next(over)
         begun.wait(60)
         over.close()

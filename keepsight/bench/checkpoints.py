@@ -82,10 +82,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture: its classes in Transformers and the settings of its parts."""
+    """One architecture: its name in Transformers' classes and the settings of its parts."""
 
-    model: str
-    config: str
+    name: str
     processor: str
     patch: int
     text: Callable[[Size], Record]
@@ -118,17 +117,16 @@ def _vision(size: Size) -> Record:
     }
 
 
-def _rope(head: int, interleaved: bool, rotary: float = 1.0) -> Record:
-    half = int(head * rotary) // 2
-    a, b = half - 2 * (half // 3), half // 3
-    rope: Record = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [a, b, b]}
-    if interleaved:
-        rope |= {"mrope_interleaved": True}
-    return rope | ({"partial_rotary_factor": rotary} if rotary < 1 else {})
+def _rope(head: int, **more: object) -> Record:
+    """Rotary settings for `head` dimensions that rotate; a third each for height and width."""
+    half = head // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]
+    return {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, **more}
 
 
 def _qwen3_text(size: Size) -> Record:
-    return {**_text(size), "head_dim": size.head, "rope_parameters": _rope(size.head, True)}
+    rope = _rope(size.head, mrope_interleaved=True)
+    return {**_text(size), "head_dim": size.head, "rope_parameters": rope}
 
 
 def _qwen3_vision(size: Size) -> Record:
@@ -137,18 +135,14 @@ def _qwen3_vision(size: Size) -> Record:
 
 
 def _qwen2_5_text(size: Size) -> Record:
+    rope = _rope(size.head, type="mrope")
     heads = size.hidden // size.head
-    return {
-        **_text(size),
-        "num_attention_heads": heads,
-        "rope_parameters": {**_rope(size.head, False), "type": "mrope"},
-    }
+    return {**_text(size), "num_attention_heads": heads, "rope_parameters": rope}
 
 
 def _qwen2_5_vision(size: Size) -> Record:
-    vision = _vision(size)
+    vision, last = _vision(size), size.depth - 1
     del vision["num_position_embeddings"]
-    last = size.depth - 1
     return {
         **vision,
         "intermediate_size": 3 * size.tower,
@@ -160,6 +154,7 @@ def _qwen2_5_vision(size: Size) -> Record:
 
 def _hybrid_text(size: Size) -> Record:
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(size.layers)]
+    rope = _rope(size.head // 2, mrope_interleaved=True, partial_rotary_factor=0.25)
     return {
         **_text(size),
         "num_attention_heads": size.heads // 2,
@@ -170,35 +165,16 @@ def _hybrid_text(size: Size) -> Record:
         "linear_value_head_dim": size.head,
         "linear_num_key_heads": size.heads // 2,
         "linear_num_value_heads": size.heads,
-        "rope_parameters": _rope(2 * size.head, True, 0.25),
+        "rope_parameters": rope,
     }
 
 
 SHAPES = {
-    "qwen3_vl": Architecture(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        "Qwen3VLProcessor",
-        16,
-        _qwen3_text,
-        _qwen3_vision,
-    ),
+    "qwen3_vl": Architecture("Qwen3VL", "Qwen3VLProcessor", 16, _qwen3_text, _qwen3_vision),
     "qwen2_5_vl": Architecture(
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
-        "Qwen2_5_VLProcessor",
-        14,
-        _qwen2_5_text,
-        _qwen2_5_vision,
+        "Qwen2_5_VL", "Qwen2_5_VLProcessor", 14, _qwen2_5_text, _qwen2_5_vision
     ),
-    "qwen3_5": Architecture(
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5Config",
-        "Qwen3VLProcessor",
-        16,
-        _hybrid_text,
-        _vision,
-    ),
+    "qwen3_5": Architecture("Qwen3_5", "Qwen3VLProcessor", 16, _hybrid_text, _vision),
 }
 
 
@@ -223,7 +199,7 @@ def checkpoint(shape: str, size: str, folder: Path) -> Path:
 def _build(shape: Architecture, size: Size, folder: Path) -> None:
     tokenizer = _tokenizer(size.vocabulary)
     ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL)), strict=True))
-    config = getattr(transformers, shape.config)(
+    config = getattr(transformers, f"{shape.name}Config")(
         text_config={
             **shape.text(size),
             "vocab_size": -(-len(tokenizer) // 128) * 128,
@@ -239,7 +215,7 @@ def _build(shape: Architecture, size: Size, folder: Path) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    model = getattr(transformers, shape.model)(config).eval()
+    model = getattr(transformers, f"{shape.name}ForConditionalGeneration")(config).eval()
     _wake(model)
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]

@@ -18,10 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 import keepsight
-from keepsight.errors import ImageError
 from keepsight.formats.package import Package
 from keepsight.kinds import Generating, Inputs, Message, Processor, Record
-from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.models.renamed import with_cache
 from keepsight.prefix.prompt import Prompt, common
@@ -151,13 +149,6 @@ def agreement(mine: list[int], stock: Answer, count: int | None = None) -> str:
     return f"DIFFERENT at token {spot} (logits {share:.1e} of their scale apart)"
 
 
-def recall(medium: Medium) -> Pixels:
-    """The pixel values of a named picture, preprocessed again."""
-    if isinstance(medium.recall, Package):
-        raise ImageError("a package has no pixels")
-    return medium.recall()
-
-
 class Limit:
     """One forward pass of just the new tokens, through Transformers alone.
 
@@ -202,7 +193,9 @@ class Limit:
         positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
         self._positions = positions.to(self._model.device)
         self._new = {m.feature_id: m for m in prompt.media if m.feature_id not in self._seen}
-        self._pixels = {name: recall(m) for name, m in self._new.items()}
+        # A package has no pixels; workloads hold none.
+        media = self._new.items()
+        self._pixels = {n: m.recall() for n, m in media if not isinstance(m.recall, Package)}
         if self.shared and not goes_on and self.new_tokens:
             self._forward(0, self.shared)
         self._asked.append(prompt)

@@ -20,7 +20,7 @@ import torch
 import keepsight
 from keepsight import digests
 from keepsight.bench.contestants import now
-from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
+from keepsight.bench.measure import TOKENS, Bench, Round, Say, first_tokens, guard, ratio
 from keepsight.bench.options import Scale
 from keepsight.bench.workloads import Pictures, assistant, user, words
 from keepsight.kinds import Message, Record
@@ -62,17 +62,13 @@ def _cold_case(bench: Bench, name: str, paths: list[str], scale: Scale, repetiti
             answers[contestant.name] = contestant.answer(messages, TOKENS)
         met.append(Round(answers, 0, len(paths), 0))
     usage = met[0].answers["keepsight"].usage
-    result: Record = {
+    return {
         "name": name,
         "prompt_tokens": usage.prompt_tokens if usage else 0,
         "guard": guard(met),
         "keepsight_over_stock": ratio(met, "keepsight", "stock"),
+        **first_tokens(met, "keepsight", "stock"),
     }
-    for who in ("keepsight", "stock"):
-        samples = [r.answers[who].first for r in met]
-        result[f"{who}_ms"] = round(median(samples), 2)
-        result[f"{who}_samples"] = [round(sample, 2) for sample in samples]
-    return result
 
 
 def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:

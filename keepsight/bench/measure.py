@@ -116,18 +116,26 @@ def _sum_up(name: str, met: list[Round]) -> Record:
         "encoded": usage.images_encoded,
         "guard": guard(met),
     }
-    for who in ("keepsight", "stock", "limit"):
+    stock = [r.answers["stock"] for r in met]
+    return {
+        **result,
+        **first_tokens(met, "keepsight", "stock", "limit"),
+        "stock_over_keepsight": ratio(met, "stock", "keepsight"),
+        "keepsight_over_limit": ratio(met, "keepsight", "limit"),
+        "decode_ms": _per_token(mine),
+        "stock_decode_ms": _per_token(stock),
+        "stages": _stages(mine),
+        "stock_processor_ms": _stages(stock)["processor"],
+    }
+
+
+def first_tokens(met: list[Round], *names: str) -> Record:
+    """The median time to the first token of each contestant, and its samples."""
+    result: Record = {}
+    for who in names:
         samples = [r.answers[who].first for r in met]
         result[f"{who}_ms"] = round(median(samples), 2)
         result[f"{who}_samples"] = [round(sample, 2) for sample in samples]
-    result["stock_over_keepsight"] = ratio(met, "stock", "keepsight")
-    result["keepsight_over_limit"] = ratio(met, "keepsight", "limit")
-    result["decode_ms"] = _per_token(mine)
-    result["stock_decode_ms"] = _per_token([r.answers["stock"] for r in met])
-    result["stages"] = _stages(mine)
-    result["stock_processor_ms"] = round(
-        median(r.answers["stock"].stages["processor"] for r in met), 2
-    )
     return result
 
 

@@ -100,13 +100,10 @@ def _guards(name: str, steps: list[Record], dtype: str) -> list[str]:
 def _workload(workload: Record) -> tuple[str, Row, list[Row]]:
     columns = ["", "prompt", "reused", "new", "again", "images", "ms", "limit ms", "stock ms"]
     columns += ["x limit", "x faster", "ms/tok", "tokens"]
-    rows = []
-    for s in workload["steps"]:
-        counts = (s["prompt_tokens"], s["cached_tokens"], s["new_tokens"], s["rerun_tokens"])
-        row = [s["name"], *map(str, counts), str(s["new_images"]), f"{s['keepsight_ms']:.1f}"]
-        row += [f"{s['limit_ms']:.1f}", f"{s['stock_ms']:.1f}", times(s["keepsight_over_limit"])]
-        row += [times(s["stock_over_keepsight"]), f"{s['decode_ms']:.1f}", s["guard"]]
-        rows.append(row)
+    fields = ["name", "prompt_tokens", "cached_tokens", "new_tokens", "rerun_tokens", "new_images"]
+    fields += ["keepsight_ms:.1f", "limit_ms:.1f", "stock_ms:.1f", "keepsight_over_limit:.2f"]
+    fields += ["stock_over_keepsight:.2f", "decode_ms:.1f", "guard"]
+    rows = [_cells(step, *fields) for step in workload["steps"]]
     size = workload["bytes"]
     held = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in size.items())
     exact = "yes" if workload["warm_equals_cold"] else "NO"
@@ -128,64 +125,52 @@ def _stages(workloads: list[Record]) -> tuple[str, Row, list[Row]]:
     return "stages of the last step, ms (match holds load; render holds naming)", ["", *names], rows
 
 
-def times(value: float | None) -> str:
-    """A ratio, or a dash if there was nothing to divide by."""
-    return "-" if value is None else f"{value:.2f}"
+def _cells(found: Record, *fields: str) -> Row:
+    """Fields of a record as text, such as `stock_ms:.1f`; a dash where there is nothing."""
+    parts = (field.partition(":") for field in fields)
+    return [
+        "-" if found[name] is None else format(found[name], digits) for name, _, digits in parts
+    ]
 
 
 def _cold(cold: Record) -> tuple[str, Row, list[Row]]:
     columns = ["", "prompt", "keepsight ms", "stock ms", "x stock", "tokens"]
-    rows = [
-        [
-            case["name"],
-            str(case["prompt_tokens"]),
-            f"{case['keepsight_ms']:.1f}",
-            f"{case['stock_ms']:.1f}",
-            times(case["keepsight_over_stock"]),
-            case["guard"],
-        ]
-        for case in cold["cases"]
-    ]
+    fields = ["name", "prompt_tokens", "keepsight_ms:.1f", "stock_ms:.1f"]
+    fields += ["keepsight_over_stock:.2f", "guard"]
+    rows = [_cells(case, *fields) for case in cold["cases"]]
     return "cold: the first request on an empty memory", columns, rows
 
 
 def _anatomy(cold: Record) -> tuple[str, Row, list[Row]]:
     found = {k.removesuffix("_ms"): v for k, v in cold["anatomy"].items()}
-    over = found.pop("encode_over_tower")
-    columns = [f"{name} ms" for name in found] + ["encode x tower"]
-    row = [f"{value:.2f}" for value in found.values()] + [times(over)]
+    columns = [f"{name} ms" for name in found if name != "encode_over_tower"] + ["encode x tower"]
+    row = _cells(found, *(f"{name}:.2f" for name in found))  # the ratio is the last
     return "one new picture, stage by stage", columns, [row]
 
 
 def _restart(restart: Record) -> tuple[str, Row, list[Row]]:
     columns = ["files in the", "prompt", "reused", "MB read", "load ms", "bare read ms", "x read"]
     columns += ["restore ms", "first token ms"]
-    rows = []
-    for place, found in restart.items():
-        if place == "repetitions":
-            continue
-        row = [place, f"{found['prompt_tokens']:.0f}", f"{found['cached_tokens']:.0f}"]
-        row += [f"{found['megabytes']:.1f}", f"{found['load_ms']:.1f}", f"{found['read_ms']:.1f}"]
-        row += [times(found["load_over_read"]), f"{found['restore_ms']:.1f}"]
-        rows.append([*row, f"{found['first_token_ms']:.1f}"])
+    fields = ["prompt_tokens:.0f", "cached_tokens:.0f", "megabytes:.1f", "load_ms:.1f"]
+    fields += ["read_ms:.1f", "load_over_read:.2f", "restore_ms:.1f", "first_token_ms:.1f"]
+    places = {place: found for place, found in restart.items() if place != "repetitions"}
+    rows = [[place, *_cells(found, *fields)] for place, found in places.items()]
     return "restart: a new engine answers the next turn from files", columns, rows
 
 
 def _roofline(found: Record) -> tuple[str, Row, list[Row]]:
     decode, tower = found["decode"], found["tower"]
     columns = ["", "work", "machine gives", "floor ms", "keepsight ms", "x floor", "stock ms"]
+    tower = {**tower, "over_floor": tower["ms"] / tower["floor_ms"]}
+    token = ["read_gb_s:.1f", "floor_ms:.1f", "keepsight_ms:.1f", "keepsight_over_floor:.2f"]
+    read, floor, *rest = _cells(decode, *token, "stock_ms:.1f")
+    product, tower_floor, *took = _cells(
+        tower, "product_gflop_s:.0f", "floor_ms:.1f", "ms:.1f", "over_floor:.2f"
+    )
+    work = f"{tower['gflop']:.0f} GFLOP"
     rows = [
-        [
-            *("a decoded token", f"{decode['megabytes']:.0f} MB read"),
-            *(f"{decode['read_gb_s']:.1f} GB/s", f"{decode['floor_ms']:.1f}"),
-            *(f"{decode['keepsight_ms']:.1f}", times(decode["keepsight_over_floor"])),
-            f"{decode['stock_ms']:.1f}",
-        ],
-        [
-            *("the tower, one picture", f"{tower['gflop']:.0f} GFLOP"),
-            *(f"{tower['product_gflop_s']:.0f} GFLOP/s", f"{tower['floor_ms']:.1f}"),
-            *(f"{tower['ms']:.1f}", times(tower["ms"] / tower["floor_ms"]), "the same"),
-        ],
+        ["a decoded token", f"{decode['megabytes']:.0f} MB read", f"{read} GB/s", floor, *rest],
+        ["the tower, one picture", work, f"{product} GFLOP/s", tower_floor, *took, "the same"],
     ]
     return "roofline: what the machine gives at most", columns, rows
 

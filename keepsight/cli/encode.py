@@ -47,9 +47,9 @@ from keepsight.system.places import check_store_writable, expanded
 from keepsight.system.words import check_codec, check_dpi, parse_shard
 
 if TYPE_CHECKING:
-    from keepsight.encode.cluster import Shard
     from keepsight.encode.items import ReadOptions
-    from keepsight.encode.results import Encoded
+    from keepsight.encode.on_ray import Shard
+    from keepsight.encode.places import Encoded
     from keepsight.encode.sources import SourcePiece
 
 # Packages in memory are useless to a run that reads each image once.
@@ -264,7 +264,7 @@ def _results(
     from keepsight import encode as room
 
     if asked.ray:
-        from keepsight.encode.cluster import run_on_ray
+        from keepsight.encode.on_ray import run_on_ray
 
         return stack.enter_context(
             closing(run_on_ray(pieces, reading, _worker(asked), shard=shard, workers=asked.workers))
@@ -278,15 +278,15 @@ def _results(
         tenant=asked.tenant,
         vision_budget=_VISION_BUDGET,
     )
-    target = room.target_of(
+    place = room.place_of(
         stack.enter_context(loaded),
         asked.to if asked.files else None,
         codec=asked.codec,
-        most=asked.max_tokens,
+        max_tokens=asked.max_tokens,
         batch=asked.batch,
     )
     items = room.items(pieces, reading)
-    return stack.enter_context(closing(room.run(items, target, shard, asked.threads)))
+    return stack.enter_context(closing(room.run(items, place, shard, asked.threads)))
 
 
 def _worker(asked: EncodeOptions) -> Record:

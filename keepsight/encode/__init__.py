@@ -1,7 +1,7 @@
 """Data sets to packages. May import vlm and below.
 
 `sources` defines what a user may name, `items` one image, and `run` keeps the tower busy. Packages
-go to the places in `to_store` and `to_files`.
+go to a place: `store` or `files`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from keepsight.core.settings import tenant_name
+from keepsight.encode.files import ToFiles
 from keepsight.encode.items import Item, ReadOptions
-from keepsight.encode.results import Encoded, EncodeTarget
+from keepsight.encode.places import Encoded, Place
 from keepsight.encode.run import run
 from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
-from keepsight.encode.to_files import ToFiles
-from keepsight.encode.to_store import ToStore
-from keepsight.errors import InputError
+from keepsight.encode.store import ToStore
 from keepsight.system.words import parse_shard
 
 if TYPE_CHECKING:
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Encoded",
-    "SourceScan",
     "Item",
-    "SourcePiece",
     "ReadOptions",
+    "SourcePiece",
+    "SourceScan",
     "count",
     "encode",
     "find",
     "items",
     "parse_shard",
+    "place_of",
     "run",
-    "target_of",
 ]
 
 
@@ -63,23 +62,21 @@ def encode(
     reading.check()
     part = parse_shard(shard)
     found = find(sources, column)
-    target = target_of(vlm, files, tenant=tenant, codec=codec, most=max_tokens, batch=batch)
-    return run(items(found.pieces, reading), target, part, threads)
+    place = place_of(vlm, files, tenant=tenant, codec=codec, max_tokens=max_tokens, batch=batch)
+    return run(items(found.pieces, reading), place, part, threads)
 
 
-def target_of(
+def place_of(
     vlm: VLM,
     files: str | os.PathLike[str] | None = None,
     *,
     tenant: str | None = None,
     codec: str = "exact",
-    most: int | None = None,
+    max_tokens: int | None = None,
     batch: int = 1,
-) -> EncodeTarget:
+) -> Place:
     """The place for packages: the model's store, or a folder of files."""
     whose = vlm.tenant if tenant is None else tenant_name(tenant)
-    if most is not None and most < 1:
-        raise InputError(f"max_tokens={most}; expected at least 1")
     if files is not None:
-        return ToFiles(vlm, files, whose, codec, most, batch)
-    return ToStore(vlm, whose, codec, most, batch)
+        return ToFiles(vlm, files, whose, codec, max_tokens, batch)
+    return ToStore(vlm, whose, codec, max_tokens, batch)

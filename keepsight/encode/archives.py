@@ -8,36 +8,52 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
+import os
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import IO
+from typing import IO, cast
 
-from keepsight.encode.items import Item, broken, of_bytes
+from keepsight.encode.items import Item, broken, kind_of, of_bytes
 from keepsight.errors import ImageError
 from keepsight.media.sources import MAX_BYTES
 
 MAX_MEMBERS = 10_000_000
-MAX_UNPACKED = 1 << 40  # of a compressed tar, where skipping a member means unpacking it
 _BLOCK = 512
-_TORN = (tarfile.TarError, EOFError, zlib.error, zipfile.BadZipFile, OSError, ValueError)
+_DAMAGED = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, NotImplementedError),
+    *(EOFError, OSError, ValueError, RuntimeError, ImageError),
+)
 
 
-def zip_items(path: str, place: str, images: Callable[[str], bool]) -> Iterator[Item]:
-    """The images in a zip archive; `images` recognises them by name."""
+def is_image(name: str) -> bool:
+    """Whether a member is taken for an image, by its name."""
+    return kind_of(name) == "image" and not os.path.basename(name).startswith(".")
+
+
+def zip_items(path: str, place: str) -> Iterator[Item]:
+    """The images in a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             if len(members) > MAX_MEMBERS:
                 raise ImageError(f"{path} has more than {MAX_MEMBERS} members")
             for member in members:
-                if images(member.filename) and not member.is_dir():
+                if is_image(member.filename) and not member.is_dir():
                     yield _zip_item(archive, member, path, place)
-    except (*_TORN, ImageError, NotImplementedError) as error:
+    except _DAMAGED as error:
         yield broken(path, place, f"{path} cannot be read as a zip archive: {error}")
+
+
+def zip_count(path: str) -> int | None:
+    """The number of images in a zip archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return sum(map(is_image, archive.namelist()))
+    except _DAMAGED:
+        return None
 
 
 def _zip_item(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str, place: str) -> Item:
@@ -48,36 +64,32 @@ def _zip_item(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str, plac
         return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
     try:
         with archive.open(member) as file:
-            data = file.read(MAX_BYTES + 1)
-    except (*_TORN, NotImplementedError, RuntimeError) as error:
+            return of_bytes(file.read(MAX_BYTES + 1), name, place)
+    except _DAMAGED as error:
         return broken(name, place, f"{name} cannot be unpacked: {error}")
-    return of_bytes(data, name, place)
 
 
-def tar_items(path: str, place: str, images: Callable[[str], bool]) -> Iterator[Item]:
+def tar_items(path: str, place: str) -> Iterator[Item]:
     """The images in a tar archive, plain or compressed by gzip or bzip2."""
     try:
         with closing(_Bounded(path)) as file:
             # `r:` reads headers in place; the bounded file unpacks.
             with tarfile.open(fileobj=file, mode="r:", errorlevel=2) as archive:  # type: ignore[call-overload]
-                yield from _members(archive, path, place, images)
-                _check_end(archive, file)
-    except (*_TORN, ImageError) as error:
+                for number, member in enumerate(archive):
+                    if number == MAX_MEMBERS:
+                        raise ImageError(f"more than {MAX_MEMBERS} members")
+                    archive.members = []  # or it would remember them all
+                    if is_image(member.name) and not member.isdir():
+                        yield _tar_item(archive, member, path, place)
+                file.seek(archive.offset)
+                if file.read(_BLOCK) != bytes(_BLOCK):  # `tarfile` also accepts a torn header
+                    raise ImageError("it breaks off, or what follows the last member is damaged")
+    except _DAMAGED as error:
         yield broken(path, place, f"{path} cannot be read further as a tar archive: {error}")
 
 
-def _members(
-    archive: tarfile.TarFile, path: str, place: str, images: Callable[[str], bool]
-) -> Iterator[Item]:
-    for number, member in enumerate(archive):
-        if number == MAX_MEMBERS:
-            raise ImageError(f"more than {MAX_MEMBERS} members")
-        archive.members = []  # type: ignore[attr-defined]  # or it would remember them all
-        if not member.isdir() and images(member.name):
-            yield _tar_item(archive, member, f"{path}#{member.name}", f"{place}#{member.name}")
-
-
-def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str, place: str) -> Item:
+def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, place: str) -> Item:
+    name, place = f"{path}#{member.name}", f"{place}#{member.name}"
     if not member.isreg():
         return broken(name, place, f"{name} is a link or a device and not a file; left alone")
     if member.size > MAX_BYTES:
@@ -89,15 +101,7 @@ def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str, plac
     return of_bytes(data, name, place)
 
 
-def _check_end(archive: tarfile.TarFile, file: _Bounded) -> None:
-    """An archive must end with zeros; `tarfile` also accepts a torn header."""
-    file.seek(archive.offset)
-    found = file.read(_BLOCK)
-    if found != bytes(_BLOCK):
-        raise ImageError("it breaks off, or what follows the last member is damaged")
-
-
-class _Bounded(io.RawIOBase):
+class _Bounded:
     """A file that is unpacked while it is read, and returns at most a member's limit at once.
 
     Long names and other tar headers are read whole, and a small compressed file may unpack to
@@ -105,46 +109,17 @@ class _Bounded(io.RawIOBase):
     """
 
     def __init__(self, path: str) -> None:
-        self._raw = open(path, "rb")  # noqa: SIM115  (closed by `close`)
-        head = self._raw.read(4)
-        self._raw.seek(0)
-        self._file: IO[bytes] | gzip.GzipFile | bz2.BZ2File = self._raw
-        self._packed = True
-        if head.startswith(b"\x1f\x8b"):
-            self._file = gzip.GzipFile(fileobj=self._raw)
-        elif head.startswith(b"BZh"):
-            self._file = bz2.BZ2File(self._raw)
-        elif head.startswith((b"\xfd7zX", b"\x28\xb5\x2f\xfd")):
-            self._raw.close()
+        with open(path, "rb") as file:
+            head = file.read(4)
+        if head.startswith((b"\xfd7zX", b"\x28\xb5\x2f\xfd")):
             raise ImageError("xz and zstd are not supported; unpack it first")
-        else:
-            self._packed = False
+        unpacking = {b"\x1f\x8b": gzip.GzipFile, b"BZh": bz2.BZ2File}
+        found = (opened for start, opened in unpacking.items() if head.startswith(start))
+        self._file: IO[bytes] = cast(Callable[..., IO[bytes]], next(found, open))(path, "rb")
+        self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         """Read some bytes from the current position."""
-        if size is None or not 0 <= size <= MAX_BYTES:
+        if not 0 <= size <= MAX_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return self._file.read(size)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position from the start."""
-        if self._packed and offset > MAX_UNPACKED:
-            raise tarfile.ReadError(f"it unpacks to more than {MAX_UNPACKED} bytes")
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        """The current position."""
-        return int(self._file.tell())
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always, but forward moves have to unpack."""
-        return True
-
-    def close(self) -> None:
-        """Close the file."""
-        self._raw.close()
-        super().close()

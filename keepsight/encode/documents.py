@@ -6,6 +6,7 @@ again. The libraries for both formats are imported only here.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.encode.items import Item, broken
-from keepsight.errors import Forked, ImageError
+from keepsight.errors import ImageError
 from keepsight.media.clips import open_clip
 from keepsight.media.pictures import MAX_PIXELS
 from keepsight.media.sources import Source, file_label, open_source
@@ -26,7 +27,6 @@ from keepsight.system.optional import optional
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
-_LOCKS: dict[int, FairLock] = {}  # of the PDF library, which is not thread-safe; by process
 _POINTS = 72  # PDF points per inch
 
 
@@ -35,13 +35,13 @@ def pdfium() -> ModuleType:
 
 
 def pdf_lock() -> FairLock:
-    """This process's lock; refused where the library was at work when the process was forked."""
-    me = os.getpid()
-    if me not in _LOCKS:
-        if any(lock.taken for lock in list(_LOCKS.values())):
-            raise Forked("the PDF library")
-        _LOCKS.setdefault(me, FairLock("the PDF library"))
-    return _LOCKS[me]
+    """This process's lock of the PDF library, which is not thread-safe."""
+    return _lock_of(os.getpid())
+
+
+@functools.cache
+def _lock_of(process: int) -> FairLock:
+    return FairLock("the PDF library")
 
 
 class _Document:
@@ -56,19 +56,18 @@ class _Document:
             data = Path(path).read_bytes()
         except OSError as error:
             raise ImageError(f"{path} cannot be read: {error.strerror}") from None
-        self.name = digests.digest("pdf", data, self._version())
+        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
+        self.name = digests.digest("pdf", data, made_by)
         try:
             with self._lock:
                 self._open = self._library.PdfDocument(data)
                 self.pages = len(self._open)
         except self._library.PdfiumError as error:
-            hint = "; it is encrypted, save it without a password first" if _locked(error) else ""
+            locked = "assword" in str(error)
+            hint = "; it is encrypted, save it without a password first" if locked else ""
             raise ImageError(f"{path} cannot be opened as a PDF: {error}{hint}") from None
         if not 0 < self.pages <= MAX_PAGES:
             raise ImageError(f"{path} has {self.pages} pages, expected 1 to {MAX_PAGES}")
-
-    def _version(self) -> str:
-        return f"{self._library.PDFIUM_INFO} {PIL.__version__}"
 
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # the garbage collector may call this at any moment: never wait
@@ -81,15 +80,15 @@ class _Document:
             with self._lock:
                 page = self._open[number]
                 try:
-                    scale = dpi / _POINTS
-                    width, height = (side * scale for side in page.get_size())
+                    width, height = (side * dpi / _POINTS for side in page.get_size())
                     if not (width >= 1 and height >= 1 and width * height <= MAX_PIXELS):
                         raise ImageError(
                             f"{label} is {width:.0f}x{height:.0f} pixels at {dpi} dpi, expected 1 "
                             f"to {MAX_PIXELS} pixels; choose another dpi"
                         )
-                    drawn: Image.Image = page.render(scale=scale, rev_byteorder=True).to_pil()
-                    return drawn.convert("RGB") if drawn.mode != "RGB" else drawn.copy()
+                    drawn = page.render(scale=dpi / _POINTS, rev_byteorder=True).to_pil()
+                    image: Image.Image = drawn.convert("RGB")  # a copy: its memory is the page's
+                    return image
                 finally:
                     page.close()
         except self._library.PdfiumError as error:
@@ -100,11 +99,6 @@ class _Document:
         name = digests.digest("pdf page", self.name, number, dpi)
         label = f"{self.path}#page={number + 1}"
         return Source(name, lambda: self.draw(number, dpi), label, [], file=file_label(label))
-
-
-def _locked(error: Exception) -> bool:
-    code = getattr(error, "err_code", None)
-    return code == 4 or "assword" in str(error)  # FPDF_ERR_PASSWORD
 
 
 def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
@@ -118,15 +112,11 @@ def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
 def page_count(path: str) -> int | None:
     """The number of pages of a PDF, or None if it cannot be opened."""
     library = pdfium()
-    with pdf_lock():
-        try:
-            document = library.PdfDocument(path)
-        except (library.PdfiumError, OSError):
-            return None
-        try:
+    try:
+        with pdf_lock(), library.PdfDocument(path) as document:
             return len(document)
-        finally:
-            document.close()
+    except (library.PdfiumError, OSError):
+        return None
 
 
 def pdf_items(path: str, place: str, dpi: int) -> Iterator[Item]:
@@ -137,42 +127,33 @@ def pdf_items(path: str, place: str, dpi: int) -> Iterator[Item]:
         yield broken(path, place, error)
         return
     for number in range(document.pages):
-        yield _page(document, number, place, dpi)
-
-
-def _page(document: _Document, number: int, place: str, dpi: int) -> Item:
-    spot = f"#page={number + 1}"
-    return Item(document.path + spot, place + spot, lambda: document.source(number, dpi))
+        spot = f"#page={number + 1}"
+        yield Item(path + spot, place + spot, functools.partial(document.source, number, dpi))
 
 
 # -- videos --------------------------------------------------------------------------------------
 
 
-def clip_items(path: str, place: str) -> Iterator[Item]:
-    """A video as one medium, if the family takes videos."""
+def video_items(path: str, place: str, fps: float | None) -> Iterator[Item]:
+    """A video as one medium, if the family takes videos; or `fps` frames a second as images."""
     optional("av", "video")
-    yield Item(path, place, lambda: open_clip(path, "video"), modality="video")
-
-
-def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:
-    """Frames of a video as images, `fps` per second."""
-    optional("av", "video")
+    if fps is None:
+        yield Item(path, place, lambda: open_clip(path, "video"), modality="video")
+        return
     due = 0.0
     try:
         for number, (frame, rate) in enumerate(_frames(path)):
-            if number / rate + 1e-9 < due:
-                continue
-            due += 1 / fps
-            yield _frame(frame, f"{path}#frame={number}", f"{place}#frame={number}")
+            if number / rate + 1e-9 >= due:
+                due += 1 / fps
+                spot = f"#frame={number}"
+                opened = functools.partial(_open_frame, frame)
+                yield Item(path + spot, place + spot, opened, frame.nbytes)
     except ImageError as error:
         yield broken(path, place, error)
 
 
-def _frame(frame: np.ndarray, name: str, place: str) -> Item:
-    def opened() -> Source:
-        return open_source(Image.fromarray(frame))
-
-    return Item(name, place, opened, frame.nbytes)
+def _open_frame(frame: np.ndarray) -> Source:
+    return open_source(Image.fromarray(frame))
 
 
 def _frames(path: str) -> Iterator[tuple[np.ndarray, float]]:
@@ -185,7 +166,7 @@ def _frames(path: str) -> Iterator[tuple[np.ndarray, float]]:
                 if frame.width * frame.height > MAX_PIXELS:
                     raise ImageError(f"{path}: a frame of more than {MAX_PIXELS} pixels")
                 yield frame.to_ndarray(format="rgb24"), rate
+    except ImageError:
+        raise
     except (av.FFmpegError, IndexError, ValueError, OSError) as error:
-        if isinstance(error, ImageError):
-            raise
         raise ImageError(f"{path} cannot be decoded as a video: {error}") from error

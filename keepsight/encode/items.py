@@ -9,7 +9,7 @@ written under them.
 from __future__ import annotations
 
 import dataclasses
-import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,24 @@ from keepsight.media.sources import (
     read_bytes,
 )
 from keepsight.system.words import check_dpi
+
+# File types taken from a folder; a file named directly or by a glob with a suffix is always tried.
+_SUFFIXES = {
+    "image": r"avif|bmp|gif|heic|heif|jfif|jpe|jpeg|jpg|pbm|pgm|png|pnm|ppm|tga|tif|tiff|webp",
+    "pdf": "pdf",
+    "video": r"mp4|mov|mkv|webm|avi|m4v",
+    "parquet": "parquet|pq",
+    "arrow": "arrow|feather|ipc",
+    "zip": "zip",
+    "tar": r"tar|tgz|tbz2|tar\.gz|tar\.bz2|tar\.xz|tar\.zst",
+    "list": "txt|lst|csv|tsv|jsonl|ndjson",
+}
+_KINDS = {kind: re.compile(rf".*\.(?:{s})", re.I | re.S) for kind, s in _SUFFIXES.items()}
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file by its suffix, or None."""
+    return next((kind for kind, suffixes in _KINDS.items() if suffixes.fullmatch(path)), None)
 
 
 @dataclass(frozen=True)
@@ -79,17 +97,13 @@ def of_bytes(data: bytes, name: str, place: str) -> Item:
     """An image from the bytes of a file."""
     if len(data) > MAX_BYTES:
         return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
+    return Item(name, place, lambda: _open_bytes(data, name), len(data))
 
-    def named() -> Source:
-        # Named like the same bytes elsewhere; only messages tell the place.
-        return dataclasses.replace(
-            open_source(data),
-            label=name,
-            decode=lambda: decode_bytes(data, name),
-            file=file_label(name),
-        )
 
-    return Item(name, place, named, len(data))
+def _open_bytes(data: bytes, name: str) -> Source:
+    """Named like the same bytes elsewhere; only messages tell the place."""
+    decode, file = lambda: decode_bytes(data, name), file_label(name)
+    return dataclasses.replace(open_source(data), label=name, decode=decode, file=file)
 
 
 def of_text(text: str, folder: str, name: str, place: str) -> Item:
@@ -101,7 +115,7 @@ def of_text(text: str, folder: str, name: str, place: str) -> Item:
         return Item(name, place, lambda: of_bytes(read_bytes(text), name, place).open())
     if text.startswith("file://"):
         return Item(name, place, lambda: open_source(text))
-    return dataclasses.replace(of_file(os.path.join(folder, text), place), name=name)
+    return Item(name, place, lambda: open_source(Path(folder, text)))
 
 
 def of_value(value: object, folder: str, name: str, place: str) -> list[Item]:
@@ -118,11 +132,8 @@ def of_value(value: object, folder: str, name: str, place: str) -> list[Item]:
         return [of_text(value, folder, name, place)]
     if value is None:
         return [broken(name, place, f"{name}: the cell is empty")]
-    return [
-        broken(
-            name,
-            place,
-            f"{name}: the cell holds a {type(value).__name__}, expected the bytes of an image "
-            "file, {'bytes': ..., 'path': ...}, a path or a URL",
-        )
-    ]
+    why = (
+        f"{name}: the cell holds a {type(value).__name__}, expected the bytes of an image file, "
+        "{'bytes': ..., 'path': ...}, a path or a URL"
+    )
+    return [broken(name, place, why)]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from keepsight.encode.items import Item, broken, of_value
 from keepsight.errors import InputError
@@ -20,13 +19,9 @@ from keepsight.system.optional import optional
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
-    from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
 
 _ROWS = 64  # rows at a time
 MAX_ROW_GROUP = 16 << 30
-
-
-Reader: TypeAlias = "RecordBatchFileReader | RecordBatchStreamReader"
 
 
 def arrow() -> ModuleType:
@@ -34,51 +29,39 @@ def arrow() -> ModuleType:
     return optional("pyarrow", "data")
 
 
-def parquet_items(path: str, place: str, column: str) -> Iterator[Item]:
-    """The images in a column of a Parquet file, row by row."""
-    arrow()
-    yield from _rows(path, place, column, _parquet_batches(path, column))
-
-
-def arrow_items(path: str, place: str, column: str) -> Iterator[Item]:
-    """The images in a column of an Arrow file, in the file or stream format."""
-    arrow()
-    yield from _rows(path, place, column, _arrow_batches(path, column))
-
-
-def row_count(path: str) -> int | None:
-    """The number of rows in a Parquet file's metadata."""
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            return int(file.metadata.num_rows)
-    except (arrow().ArrowException, OSError):
-        return None
-
-
-def _rows(path: str, place: str, column: str, batches: Iterator[RecordBatch]) -> Iterator[Item]:
+def table_items(path: str, place: str, kind: str, column: str) -> Iterator[Item]:
+    """The images in a column of a Parquet or Arrow file, row by row."""
+    torn = (arrow().ArrowException, OSError, UnicodeDecodeError)
     row, folder = 0, os.path.dirname(path)
     try:
-        for batch in batches:
+        for batch in (_parquet if kind == "parquet" else _arrow)(path, column):
             # Arrow's buffers are shared, but Python values are copies.
             for value in batch.column(0).to_pylist():
                 spot = f"#row={row}"
                 yield from of_value(value, folder, path + spot, place + spot)
                 row += 1
-    except (arrow().ArrowException, OSError, UnicodeDecodeError) as error:
-        spot = f"#row={row}" if row else ""
-        reason = " ".join(str(error).split())
-        yield broken(
-            path + spot, place + spot, f"{path} cannot be read from row {row} on: {reason}"
-        )
+    except torn as error:
+        spot, reason = f"#row={row}" if row else "", " ".join(str(error).split())
+        why = f"{path} cannot be read from row {row} on: {reason}"
+        yield broken(path + spot, place + spot, why)
 
 
-def _parquet_batches(path: str, column: str) -> Iterator[RecordBatch]:
+def row_count(path: str) -> int | None:
+    """The number of rows in a Parquet file's metadata."""
+    torn = (arrow().ArrowException, OSError)
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    except torn:
+        return None
+
+
+def _parquet(path: str, column: str) -> Iterator[RecordBatch]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        _check_column(path, column, file.schema_arrow.names)
+        check_column(path, column, file.schema_arrow.names)
         for number in range(file.num_row_groups):
             if file.metadata.row_group(number).total_byte_size > MAX_ROW_GROUP:
                 raise OSError(f"row group {number} unpacks to more than {MAX_ROW_GROUP} bytes")
@@ -86,43 +69,29 @@ def _parquet_batches(path: str, column: str) -> Iterator[RecordBatch]:
         yield from file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False)
 
 
-def _arrow_batches(path: str, column: str) -> Iterator[RecordBatch]:
-    with _arrow_reader(path) as reader:
-        _check_column(path, column, reader.schema.names)
-        for batch in _batches(reader):
-            for start in range(0, batch.num_rows, _ROWS):
-                yield batch.select([column]).slice(start, _ROWS)
-
-
-@contextmanager
-def _arrow_reader(path: str) -> Iterator[Reader]:
+def _arrow(path: str, column: str) -> Iterator[RecordBatch]:
+    """Batches of an Arrow file, in the file or stream format."""
     import pyarrow.ipc
 
     with pyarrow.memory_map(path) as file:
         try:
             reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:
             file.seek(0)
-            reader = pyarrow.ipc.open_stream(file)
-        yield reader
+            batches = reader = pyarrow.ipc.open_stream(file)
+        check_column(path, column, reader.schema.names)
+        for batch in batches:
+            for start in range(0, batch.num_rows, _ROWS):
+                yield batch.select([column]).slice(start, _ROWS)
 
 
-def _batches(reader: Reader) -> Iterator[RecordBatch]:
-    if not hasattr(reader, "num_record_batches"):
-        yield from reader
-        return
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
-
-
-def _check_column(path: str, column: str, names: list[str]) -> None:
+def check_column(path: str, column: str, names: list[str]) -> None:
+    """Refuse a column that a table does not have."""
     if column not in names:
         raise InputError(
             f"{path} has no column {column!r}; name one of these with --column: {', '.join(names)}"
         )
-
-
-# -- folders of `datasets` -----------------------------------------------------------------------
 
 
 def saved_tables(folder: str) -> list[str] | None:
@@ -131,9 +100,9 @@ def saved_tables(folder: str) -> list[str] | None:
     if not state.is_file() or not (Path(folder) / "dataset_info.json").is_file():
         return None
     try:
-        state_file = json.loads(state.read_bytes())
-        names = [str(entry["filename"]) for entry in state_file["_data_files"]]
-        reordered = state_file.get("_indices_data_files")
+        saved = json.loads(state.read_bytes())
+        names = [str(entry["filename"]) for entry in saved["_data_files"]]
+        reordered = saved.get("_indices_data_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{state} is not what datasets.save_to_disk writes: {error}") from None
     if reordered:

@@ -16,18 +16,17 @@ from PIL import Image
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, of_value
-from keepsight.encode.results import Encoded, EncodeTarget
+from keepsight.encode.places import Encoded, Place
 from keepsight.encode.run import run
-from keepsight.encode.to_store import ToStore
+from keepsight.encode.store import ToStore
 from keepsight.errors import InputError
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Record
 from keepsight.media.sources import open_source
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 COLUMNS = ("feature_id", "tokens", "status", "error")
-Batch = Record
 _BACK = 256  # packages of earlier batches that are checked again after each batch
 
 
@@ -56,57 +55,48 @@ class Encoder:
     ) -> None:
         if not os.fspath(store):
             raise InputError("store='' is no place for packages; name a folder or an address")
-        self._load = {"name": os.fspath(model), "store": os.fspath(store), **options}
+        self._model, self._options = os.fspath(model), {"store": os.fspath(store), **options}
         self._column, self._prefix, self._threads = column, prefix, threads
-        self._codec, self._most, self._tenant = codec, max_tokens, tenant_name(tenant)
-        self._pictures = batch
+        self._how = (tenant_name(tenant), codec, max_tokens, batch)
         # The thread count of a CPU is part of how features are made: workers that should make equal
         # ones need the number.
         self._torch_threads = torch_threads
         self._vlm: VLM | None = None
-        self._target: EncodeTarget | None = None
+        self._place: Place | None = None
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Record) -> Record:
         """The batch, with four more columns."""
         if self._column not in batch:
             raise InputError(
                 f"the batch has no column {self._column!r}, only: {', '.join(map(str, batch))}"
             )
-        added = [self._prefix + name for name in COLUMNS]
-        taken = set(added) & set(batch)
-        if taken:
-            raise InputError(f"the batch has a column {sorted(taken)[0]!r} already; give a prefix=")
+        added = {self._prefix + name: name for name in COLUMNS}
+        for name in added:
+            if name in batch:
+                raise InputError(f"the batch has a column {name!r} already; give a prefix=")
         results = list(self.encode(list(_cells(batch[self._column], self._column))))
-        rows = [(r.feature_id, r.tokens, r.status, r.error) for r in results]
-        columns = list(zip(*rows, strict=True)) or [()] * len(added)
-        return {**batch, **{n: list(c) for n, c in zip(added, columns, strict=True)}}
+        return batch | {name: [getattr(r, field) for r in results] for name, field in added.items()}
 
     def encode(self, items: Iterable[Item]) -> Iterator[Encoded]:
         """The results of some items, once their packages are safe."""
-        return run(items, self._ready(), None, self._threads, back=_BACK)
-
-    def _ready(self) -> EncodeTarget:
-        """The model's store; loaded once per process when first needed."""
-        if self._target is None:
+        if self._place is None:
             from keepsight.vlm import load
 
             if self._torch_threads is not None:
                 torch.set_num_threads(self._torch_threads)
-            options: Options = dict(self._load)
-            self._vlm = load(options.pop("name"), **options)
-            how = (self._tenant, self._codec, self._most, self._pictures)
-            self._target = ToStore(self._vlm, *how)
-        return self._target
+            self._vlm = load(self._model, **self._options)
+            self._place = ToStore(self._vlm, *self._how)
+        return run(items, self._place, None, self._threads, back=_BACK)
 
     def close(self) -> None:
         """Release the model; the next batch would load it again."""
         if self._vlm is not None:
             self._vlm.close()
-        self._vlm = self._target = None
+        self._vlm = self._place = None
 
     def __getstate__(self) -> Record:
         """The options alone: the model itself is never pickled."""
-        return {**vars(self), "_vlm": None, "_target": None}
+        return {**vars(self), "_vlm": None, "_place": None}
 
 
 def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
@@ -115,13 +105,12 @@ def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
         name = f"{column}, row {row} of the batch"
         if isinstance(value, Image.Image | np.ndarray | torch.Tensor):
             yield _in_memory(value, name)
-            continue
-        found = of_value(value, "", name, name)
-        if len(found) != 1 or isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple):
             raise InputError(
                 f"{name}: expected one image, got a list; explode the column into one image a row"
             )
-        yield found[0]
+        else:
+            yield from of_value(value, "", name, name)
 
 
 def _in_memory(image: object, name: str) -> Item:

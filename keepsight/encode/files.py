@@ -1,0 +1,131 @@
+"""Packages as a flat folder of `.sight` files, one per different image, named after it.
+
+Existing packages are found by the contents of their files (content, weights, settings and
+environment), never by name: a folder may be resumed, renamed, or shared by several models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepsight import digests
+from keepsight.encode.items import Item
+from keepsight.encode.places import Encoded, Place
+from keepsight.errors import FileError, StoreError
+from keepsight.formats import tensorfile
+from keepsight.formats.codecs import EXACT
+from keepsight.formats.package import KIND, Package
+from keepsight.kinds import Record
+from keepsight.media.medium import Medium
+from keepsight.media.sources import Source
+from keepsight.system import private_files
+from keepsight.system.places import expanded
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+_IN_NAME = 12  # hex digits of the digest in a file name; the identity is inside the file
+
+
+class ToFiles(Place):
+    """A folder of package files as the place for packages."""
+
+    def __init__(
+        self,
+        vlm: VLM,
+        folder: str | os.PathLike[str],
+        tenant: str = "",
+        codec: str = EXACT,
+        max_tokens: int | None = None,
+        batch: int = 1,
+    ) -> None:
+        super().__init__(vlm, tenant, codec, max_tokens, batch)
+        self._folder = expanded(folder)
+        try:
+            private_files.make_folders(self._folder)
+        except OSError as error:
+            raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
+        self._by_file: dict[str, list[Path]] = defaultdict(list)  # by the bytes of the image file
+        self._by_key: dict[str, list[Path]] = defaultdict(list)
+        self._sound: dict[Path, Package] = {}  # read or written; without tensors
+        for path in sorted(self._folder.glob("*.sight")):
+            if path.name.startswith("."):
+                continue  # a partial file of a killed process
+            try:
+                record = tensorfile.read_record(path)
+            except (FileError, OSError):
+                continue  # foreign or damaged: its image is encoded again
+            if record.get("kind") == KIND:
+                self._list(path, record)
+
+    def _list(self, path: Path, record: Record) -> None:
+        about = record.get("about")
+        file = about.get("file") if isinstance(about, dict) else None
+        self._by_file[str(file)].append(path)
+        self._by_key[str(record.get("key"))].append(path)
+
+    def find_file(self, item: Item, source: Source) -> Encoded | None:
+        """An intact package of the same bytes: nothing is decoded."""
+        return self._first(item, self._by_file.get(source.name, ()))
+
+    def find(self, item: Item, medium: Medium) -> Encoded | None:
+        """An intact package of the same pixels."""
+        return self._first(item, self._by_key.get(medium.key, ()))
+
+    def _first(self, item: Item, paths: Iterable[Path]) -> Encoded | None:
+        for path in paths:
+            if path in self._sound or self._check(path):
+                package = self._sound[path]
+                made, tokens = package.feature_id, package.tokens
+                return Encoded(item.name, "kept", made, tokens, package=path)
+        return None
+
+    def _check(self, path: Path) -> bool:
+        """Whether encoding the same image now, with this codec, would give this package again."""
+        try:
+            package = Package.load(path)  # every byte: a damaged package is made again
+        except (FileError, OSError):
+            return False
+        codec = package.provenance.get("codec")
+        if (codec["name"] if isinstance(codec, dict) else codec) != self._codec:
+            return False
+        exact = {**package.provenance, "codec": EXACT}
+        if not self._vision.fits(dataclasses.replace(package, provenance=exact)):
+            return False
+        self._sound[path] = dataclasses.replace(package, tensors={}, packed=None)
+        return True
+
+    def make(self, item: Item, source: Source, medium: Medium, beside: Sequence[Medium]) -> Encoded:
+        """Write the package under a readable name without collisions."""
+        package, _ = self._vision.package(medium, beside=beside)
+        about = dict(package.about, file=source.name)
+        package = dataclasses.replace(package.pack(self._codec), about=about)
+        made = package.feature_id
+        digest = digests.digest("package file", source.name, made)
+        stem = _stem(item.name)
+        path = self._folder / f"{stem}-{digest[:_IN_NAME]}.sight"
+        if path in self._sound:
+            path = path.with_stem(f"{stem}-{digest}")
+        try:
+            package.save(path)
+            size = path.stat().st_size
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+        self._sound[path] = dataclasses.replace(package, tensors={}, packed=None)
+        self._list(path, package.record())
+        return Encoded(item.name, "encoded", made, package.tokens, size, package=path)
+
+
+def _stem(name: str) -> str:
+    """A file name from an item's name, which may hold anything: no folders, no hidden files."""
+    last = re.split(r"[/\\]", name)[-1]
+    base, spot = re.match(r"(.*?)(#.*)?$", last, re.S).groups()  # type: ignore[union-attr]
+    text = os.path.splitext(base)[0] + re.sub(r"[^\w.=-]", "_", (spot or "").replace("#", "-"))
+    text = "".join(c if c.isprintable() else "_" for c in text).lstrip(".")
+    return text.encode(errors="replace")[:120].decode(errors="ignore") or "image"
