@@ -208,5 +208,7 @@ def make_apart(
             process.terminate()  # it removes what it has written
             raise
     if process.returncode:
-        why = line.strip().removeprefix("error: ") or f"it ended with code {process.returncode}"
+        why = line.strip().removeprefix("error: ")
+        if not line.startswith("error: "):  # as when the system kills it for its memory
+            why = f"the process that does it ended with code {process.returncode} after {why!r}"
         raise ModelError(f"{name} could not be exported for {runtime}: {why}")

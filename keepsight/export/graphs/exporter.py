@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -53,6 +54,8 @@ _LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 _LIBRARIES["openvino"] = ("onnx", "onnxscript", "openvino")
 _COPIES = 3  # peak memory as a multiple of the weights, measured
 
+_ALONE = threading.Lock()
+
 Tell = Callable[[str], None]
 
 
@@ -69,6 +72,9 @@ def export(
 ) -> Manifest:
     """Export a checkpoint by name into a new folder; return the facts about the export.
 
+    Tracers exchange functions of the whole process: nothing else may compute in it meanwhile, and
+    a second export waits. `ks.load` runs this in a process of its own.
+
     `max_patches` limits one picture, if pictures may have any size (default: 16,384). `verbose`
     lets the exporters say more than errors.
     """
@@ -84,7 +90,7 @@ def export(
     needed = _weight_bytes(config)
     target.check_space(needed + needed // 10)
     _check_memory(needed, tell)
-    with target.scratch() as folder:
+    with _ALONE, target.scratch() as folder:
         tell("loading the model")
         # No store: pictures of noise are not worth remembering.
         with load(name, dtype="float32", revision=revision, store="", remote="") as vlm:
