@@ -1,11 +1,12 @@
 """`ks.load(..., runtime=...)`: exports are made once, in the store, and used by whoever comes next.
 
-Making one takes half a minute, so a copy stands for it; that exports are right is shown elsewhere.
+Making one takes half a minute, so a copy stands for it; that exports are right is shown
 elsewhere.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import threading
 from collections.abc import Callable
@@ -17,10 +18,10 @@ from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.errors import InputError, MissingExtra, UnknownOption, UnsupportedInput
+from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedInput
 from keepsight.export import runtime_choice
 from keepsight.models import loading
-from keepsight.runtimes.manifest import is_export, read
+from keepsight.runtimes.manifest import is_export
 
 QUESTION = "Describe the picture."
 
@@ -30,12 +31,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was asked of the exporter, which copies an export of the demo."""
     asked: list[str] = []
 
-    def copy(name: str, to: Path, *, runtime: str, **options: Any) -> Any:
+    def copy(name: str, to: Path, runtime: str, *options: Any) -> None:
         asked.append(runtime)
         shutil.copytree(exported_demo("demo"), to)
-        return read(to)
 
-    monkeypatch.setattr(runtime_choice.exporter, "export", copy)
+    monkeypatch.setattr(runtime_choice, "make_apart", copy)
     return asked
 
 
@@ -95,16 +95,16 @@ def test_a_damaged_export_is_made_again(made: list[str], tmp_path: Path) -> None
 def test_what_breaks_off_leaves_nothing_and_the_next_begins_anew(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = runtime_choice.exporter.export
+    whole = runtime_choice.make_apart
 
     def stopped(*arguments: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runtime_choice.exporter, "export", stopped)
+    monkeypatch.setattr(runtime_choice, "make_apart", stopped)
     with pytest.raises(KeyboardInterrupt):
         ks.load("demo", runtime="onnx", store=tmp_path)
     assert exports_in(tmp_path) == []
-    monkeypatch.setattr(runtime_choice.exporter, "export", whole)
+    monkeypatch.setattr(runtime_choice, "make_apart", whole)
     answer("demo", tmp_path, runtime="onnx")
     assert made == ["onnx"]
 
@@ -112,14 +112,14 @@ def test_what_breaks_off_leaves_nothing_and_the_next_begins_anew(
 def test_several_at_once_make_one(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    copy, here, go = runtime_choice.exporter.export, threading.Event(), threading.Event()
+    copy, here, go = runtime_choice.make_apart, threading.Event(), threading.Event()
 
     def slowly(*arguments: Any, **options: Any) -> Any:
         here.set()
         assert go.wait(30)
         return copy(*arguments, **options)
 
-    monkeypatch.setattr(runtime_choice.exporter, "export", slowly)
+    monkeypatch.setattr(runtime_choice, "make_apart", slowly)
     lines: list[str] = []
     loaded: list[ks.VLM] = []
 
@@ -145,29 +145,14 @@ def test_several_at_once_make_one(
     assert lines[0].startswith("running in") or "waiting" in lines[0]
 
 
-def test_auto_takes_the_fastest_and_measures_once(
-    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "onnxruntime"})
-    measured: list[bool] = []
-
-    def seconds(vlm: ks.VLM) -> float:
-        exported = hasattr(vlm.model, "exported")
-        measured.append(exported)
-        return 1.0 if exported else 2.0
-
-    monkeypatch.setattr(runtime_choice, "_seconds_of", seconds)
+def test_auto_is_openvino_where_it_can_be(made: list[str], tmp_path: Path) -> None:
     _, said = answer("demo", tmp_path, runtime="auto")
-    assert said["name"] == "onnx"
-    assert "onnx 1.00 s, torch 2.00 s" in said["because"]
-    assert sorted(measured) == [False, True]
-    answer("demo", tmp_path, runtime="auto")
-    assert len(measured) == 2
-
-
-def test_the_measurement_of_a_runtime_runs(tmp_path: Path) -> None:
-    with ks.load("demo") as vlm:
-        assert 0 < runtime_choice._seconds_of(vlm) < 600
+    assert said == {
+        "name": "openvino",
+        "weights": "float32",
+        "because": "this model runs in it here",
+    }
+    assert made == ["openvino"]
 
 
 @pytest.mark.parametrize(
@@ -175,23 +160,67 @@ def test_the_measurement_of_a_runtime_runs(tmp_path: Path) -> None:
     [
         ({"store": ""}, "needs a store"),
         ({"vision": False}, "has its tower"),
-        ({"device_map": "meta"}, "run on the CPU"),
+        ({"dtype": "bfloat16"}, "computes as it was exported"),
+        ({"openvino": None}, "openvino is not installed"),
     ],
 )
-def test_auto_says_why_it_tries_nothing_else(
+def test_auto_is_torch_elsewhere_and_says_why(
     options: dict[str, Any],
     why: str,
     made: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "onnxruntime"})
-    store = {"store": options.pop("store", tmp_path)}
-    wanted = runtime_choice.ExportSource("demo", **options, options=store)
-    chosen, because = runtime_choice.choose(wanted, "auto")
-    assert chosen == "torch"
-    assert why in because
+    monkeypatch.delenv("KEEPSIGHT_STORE", raising=False)
+    if "openvino" in options:
+        found = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda n, *a: None if n == "openvino" else found(n, *a)
+        )
+        options = {}
+    with ks.load("demo", runtime="auto", **{"store": tmp_path, **options}) as vlm:
+        said = vlm.stats()["runtime"]
+    assert said["name"] == "torch"
+    assert why in said["because"]
     assert made == []
+
+
+@pytest.mark.slow
+def test_exports_are_made_together_while_others_answer(tmp_path: Path) -> None:
+    """Tracers exchange functions of the process that exports, so that is another one."""
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    found: dict[str, str] = {}
+
+    def export(name: str) -> None:
+        with ks.load(name, runtime="onnx", store=tmp_path / "store") as vlm:
+            found[name] = vlm.ask(picture(1), QUESTION, **options).text
+
+    names = ("demo", "demo-hybrid")
+    threads = [threading.Thread(target=export, args=[name]) for name in names]
+    with ks.load("demo-hybrid", dtype="float32") as vlm:
+        before = vlm.ask(picture(1), QUESTION, **options).text
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            vlm.clear()
+            assert vlm.ask(picture(1), QUESTION, **options).text == before
+    assert found["demo-hybrid"] == before
+    assert set(found) == set(names)
+
+
+def test_an_export_that_fails_is_one_named_error(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(ModelError, match="demo could not be exported for onnx: / is there already"):
+        runtime_choice.make_apart("demo", Path("/"), "onnx", None, None, lines.append)
+
+
+def test_what_is_told_may_stop_it(tmp_path: Path) -> None:
+    def tell(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runtime_choice.make_apart("demo", tmp_path / "out", "onnx", None, None, tell)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +239,11 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     ):
         with pytest.raises(error, match=words):
             ks.load(name, **options)
-    monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "no_such_library"})
-    with pytest.raises(MissingExtra):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "openvino" else found(n, *a)
+    )
+    with pytest.raises(UnsupportedInput, match="openvino is not installed"):
         ks.load("demo", weights="int4", runtime="auto", store=tmp_path)
 
 

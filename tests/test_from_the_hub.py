@@ -26,12 +26,12 @@ with ks.load(name, store=store, dtype="float32", **options) as vlm:
 _NOTED = """
 import sys
 import keepsight as ks
-from keepsight.export.runtime_choice import ExportSource
+from keepsight.models.loading import files_digest
 from PIL import Image
 
 with ks.load(sys.argv[1]) as vlm:
     print(vlm.encode(Image.new("RGB", (64, 64))).about["commit"])
-print(len(ExportSource(sys.argv[1]).checkpoint))
+print(len(files_digest(sys.argv[1], "float32", None, every=True)))
 """
 
 

@@ -57,12 +57,6 @@ def packed_tower(*arguments: Any, **options: Any) -> Any:
 
 RULE = {"initial_state": X, "use_qk_l2norm_in_kernel": True}
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
-    "length": (lambda *a, **o: cache().get_seq_length(*a, **o), (0,), {}),
-    "recording": (lambda *a, **o: cache().is_recording_past(*a, **o), (0,), {}),
-    "convolution": (lambda *a, **o: cache().get_conv_state(*a, **o), (0, 0), {}),
-    "recurrent": (lambda *a, **o: cache().get_recurrent_state(*a, **o), (0, 0), {}),
-    "new convolution": (lambda *a, **o: cache().update_conv_state(*a, **o), (X, 0, 0), {}),
-    "new recurrent": (lambda *a, **o: cache().update_recurrent_state(*a, **o), (X, 0, 0), {}),
     "in rooms": (tracing._in_buffers, (LAYER, X, X, X, None), {"scaling": 1.0}),
     "delta rule": (tracing.delta_rule, (X, X, X, X, X), RULE),
     "deepstack": (deepstack, (X, X, X), {}),
@@ -92,13 +86,6 @@ def test_one_argument_more_is_refused(name: str) -> None:
     call, arguments, options = CALLS[name]
     with pytest.raises(UpstreamChanged, match="passes 1 arguments more to"):
         call(*arguments, 0.5, **options)
-
-
-@pytest.mark.parametrize("name", ["convolution", "recurrent"])
-def test_a_second_state_of_a_layer_is_refused(name: str) -> None:
-    call, _, _ = CALLS[name]
-    with pytest.raises(UpstreamChanged, match="'state_idx'"):
-        call(0, state_idx=1)
 
 
 def test_settings_that_were_traced_otherwise_are_refused() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging as stdlib_logging
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers import logging
 
 _SMALL = 1 << 30  # bytes of weights that are read within a second or two
-_EXPORTING = threading.Lock()
 
 
 @contextmanager
@@ -35,8 +33,9 @@ def without_notes() -> Iterator[None]:
 
 @contextmanager
 def without_exporters_notes() -> Iterator[None]:
-    """Let exporters log errors only. One thread at a time: settings of the whole process change."""
-    with _EXPORTING, warnings.catch_warnings():
+    """Let exporters log errors only. Settings of the whole process change; the exporter sees to it
+    that only one thread is here."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         export, disabled = torch.onnx.export, stdlib_logging.root.manager.disable
         stdlib_logging.disable(max(disabled, stdlib_logging.WARNING))

@@ -34,15 +34,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["is_export", "load_exported", "load_in_mlx", "other_versions", "read"]
 
 
-def load_exported(
-    path: str,
-    dtype: Dtype,
-    device_map: DeviceMap,
-    vision: bool,
-    revision: str | None,
-    store: str | os.PathLike[str] | None,
-) -> tuple[PreTrainedModel, str | None]:
-    """The model of an export, after checking its files; and the name of the files."""
+def refuse_options(dtype: Dtype, device_map: DeviceMap, vision: bool) -> None:
+    """Refuse what no export can honour."""
     if dtype not in ("auto", None, "float32") and str(dtype) != "torch.float32":
         raise UnsupportedInput(
             f"dtype={dtype!r}: an exported model computes as it was exported; export it in another "
@@ -52,6 +45,18 @@ def load_exported(
         raise UnsupportedInput(f"device_map={device_map!r}: exported models run on the CPU")
     if not vision:
         raise UnsupportedInput("vision=False: an exported model has its tower; leave it in")
+
+
+def load_exported(
+    path: str,
+    dtype: Dtype,
+    device_map: DeviceMap,
+    vision: bool,
+    revision: str | None,
+    store: str | os.PathLike[str] | None,
+) -> tuple[PreTrainedModel, str | None]:
+    """The model of an export, after checking its files; and the name of the files."""
+    refuse_options(dtype, device_map, vision)
     if revision is not None:
         raise UnsupportedInput(
             f"revision={revision!r}: a folder has no revisions; give it to keepsight export"

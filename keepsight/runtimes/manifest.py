@@ -3,8 +3,7 @@
 An export that is half copied, changed or made by other versions must not answer at all. So the
 record and all files are checked before a runtime sees any of them. The record has a seal: editing
 it by hand is an error. Reading every byte of a large export is slow, so a caller who knows that
-these files were read before may skip that part. Properties of a graph (`marks`) are read without
-the library that writes graphs.
+these files were read before may skip that part.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from blake3 import blake3
 
@@ -140,15 +139,12 @@ def read(folder: Path, contents: bool = True) -> Manifest:
             "again with this version, or load it with the one that made it"
         )
     manifest = _parsed(content, path)
-    if content["seal"] != seal_of(content):
-        raise DamagedFile(f"{path} was changed after the export; {_AGAIN}")
     if not manifest.deviation and folder.resolve() not in _unfinished:
         raise DamagedFile(
             f"{path}: this export broke off before it was compared with its model; export it again"
         )
     _check_files(manifest, folder, contents)
     _check_config(manifest, folder)
-    _check_marks(manifest, folder)
     return manifest
 
 
@@ -172,59 +168,67 @@ def _object(path: Path) -> Record:
     return content
 
 
+def _word(value: Any) -> bool:
+    return isinstance(value, str) and bool(_WORD.fullmatch(value))
+
+
+def _digest(value: Any) -> bool:
+    return isinstance(value, str) and bool(_DIGEST.fullmatch(value))
+
+
+def _count(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < sys.maxsize
+
+
+def _file(value: Any) -> bool:
+    known = isinstance(value, dict) and set(value) == {"bytes", "digest"}
+    return known and _count(value["bytes"], 0) and _digest(value["digest"])
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+# Which values of a field are possible; those of `files` are checked one by one.
+_POSSIBLE: dict[str, Callable[[Any], bool]] = {
+    "runtime": lambda value: isinstance(value, str) and value in RUNTIMES,
+    "model_type": _word,
+    "quantised": lambda value: value is None or _word(value),
+    "appends": lambda value: isinstance(value, bool),
+    "weights": lambda value: (
+        _texts(value) and all(_digest(value.get(part)) for part in ("all", "vision"))
+    ),
+    "most_patches": lambda value: value is None or _count(value, 1),
+    "versions": _texts,
+    "files": lambda value: isinstance(value, dict),
+    "deviation": lambda value: isinstance(value, dict),
+    "format": lambda value: value == FORMAT,
+    "seal": lambda value: isinstance(value, str),
+}
+
+
 def _parsed(content: Record, path: Path) -> Manifest:
-    names = [each.name for each in fields(Manifest)]
-    unknown = sorted(set(content) - {*names, "seal"})
-    wrong = [name for name in (*names, "seal") if not _is_plausible(name, content.get(name))]
-    if wrong or unknown:
-        what = ", ".join([*wrong, *unknown])[:200]
-        raise DamagedFile(f"{path}: {what} cannot be read; {_AGAIN}")
+    wrong = [name for name, check in _POSSIBLE.items() if not check(content.get(name))]
+    wrong += sorted(set(content) - set(_POSSIBLE))
+    if wrong:
+        raise DamagedFile(f"{path}: {', '.join(wrong)[:200]} cannot be read; {_AGAIN}")
     files = {}
     for name, file in content["files"].items():
-        if not _is_file(file):
+        if not _file(file):
             raise DamagedFile(f"{path}: the entry of {name[:200]!r} cannot be read; {_AGAIN}")
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
             raise DamagedFile(f"{path} names a file outside its folder: {name[:200]!r}")
-        files[name] = File(file["bytes"], file["digest"])
+        files[name] = File(**file)
     ends = RUNTIMES[content["runtime"]]
     graphs = [f"{GRAPHS}/{part}{end}" for part in PARTS for end in ends]
     missing = sorted({"config.json", *graphs} - files.keys())
     if missing:
         raise DamagedFile(f"{path} names no {missing[0]}, which every export has; {_AGAIN}")
-    values = {name: content[name] for name in names if name != "files"}
-    return Manifest(**values, files=files)
-
-
-def _is_plausible(name: str, value: object) -> bool:
-    """Whether a field of a record has a possible value."""
-    if name == "runtime":
-        return isinstance(value, str) and value in RUNTIMES
-    if name in ("model_type", "quantised"):
-        absent = name == "quantised" and value is None
-        return absent or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
-    if name == "appends":
-        return isinstance(value, bool)
-    if name == "most_patches":
-        return value is None or (type(value) is int and value > 0)
-    if name == "seal":
-        return isinstance(value, str)
-    if name == "format":
-        return True  # already checked
-    if not isinstance(value, dict):
-        return False
-    if name == "weights":
-        words = all(isinstance(each, str) for each in value.values())
-        return words and all(_DIGEST.fullmatch(value.get(part, "")) for part in ("all", "vision"))
-    return name != "versions" or all(isinstance(each, str) for each in value.values())
-
-
-def _is_file(file: object) -> bool:
-    if not isinstance(file, dict) or set(file) != {"bytes", "digest"}:
-        return False
-    size, digest = file["bytes"], file["digest"]
-    whole = type(size) is int and 0 <= size < sys.maxsize
-    return whole and isinstance(digest, str) and bool(_DIGEST.fullmatch(digest))
+    seal = content.pop("seal")
+    if seal != seal_of(content):
+        raise DamagedFile(f"{path} was changed after the export; {_AGAIN}")
+    return Manifest(**content | {"files": files})
 
 
 def _check_files(manifest: Manifest, folder: Path, contents: bool) -> None:
@@ -257,53 +261,3 @@ def _check_config(manifest: Manifest, folder: Path) -> None:
         raise DamagedFile(
             f"{path} is for {str(found)[:40]}, the record for {manifest.model_type}; {_AGAIN}"
         )
-
-
-def _check_marks(manifest: Manifest, folder: Path) -> None:
-    """Require that properties of the graphs agree with the record."""
-    end = RUNTIMES[manifest.runtime][0]
-    found = {part: marks(folder / GRAPHS / f"{part}{end}") for part in PARTS}
-    quantised = any(part.quantised for part in found.values())
-    if quantised != (manifest.quantised is not None):
-        claim, are = (manifest.quantised or "not quantised"), "are" if quantised else "are not"
-        raise DamagedFile(
-            f"{folder / NAME} says {claim}, and the graphs {are} quantised; export the model again"
-        )
-    if found["decoder"].appends != manifest.appends:
-        raise DamagedFile(
-            f"{folder / NAME} says appends={manifest.appends}, but the graph of the decoder does "
-            "not; "
-            "export the model again"
-        )
-
-
-# ONNX operators that compute with quantised weights, and OpenVINO's types of such weights.
-_QUANTISED = (
-    "DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "GatherBlockQuantized",
-    "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QLinearMatMul",
-)  # fmt: skip
-_FEW_BITS = ("i8", "u8", "i4", "u4", "nf4", "f8e4m3", "f8e5m2")
-_APPENDS = "ScatterElements"
-_OP_TYPE = 0x22  # field 4 of an ONNX node, a text
-
-
-class Marks(NamedTuple):
-    """Properties that a graph's file shows."""
-
-    quantised: bool
-    appends: bool  # it writes keys and values in place
-
-
-def marks(path: Path) -> Marks:
-    """The properties of one graph."""
-    data = path.read_bytes()
-    if path.suffix == ".xml":
-        few = any(f'element_type="{kind}"'.encode() in data for kind in _FEW_BITS)
-        return Marks(few, False)
-    return Marks(any(_has(data, name) for name in _QUANTISED), _has(data, _APPENDS))
-
-
-def _has(data: bytes, operator: str) -> bool:
-    """Whether a graph has a node of this operator: its file then holds a tag, a length and the
-    name."""
-    return bytes([_OP_TYPE, len(operator)]) + operator.encode() in data

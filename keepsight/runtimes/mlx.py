@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -56,7 +57,8 @@ from keepsight.runtimes.weightless import (
 )
 
 Masks = dict[str, Array]  # masks by kind of layer
-_NO_BOUND = 1 << 40  # patches in a picture
+Compute = Callable[[dict[str, Tensor]], dict[str, Array]]
+GRID = "image_grid_thw"
 
 
 def load_mlx(
@@ -135,18 +137,18 @@ def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx) -> None:
             "load the checkpoint without runtime='mlx'"
         )
     scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
-    embedding.forward = EmbeddingStandIn(_Embedding(mlx, language, scale), embedding.embedding_dim)
-    model.get_output_embeddings().forward = HeadStandIn(_Head(mlx, language))
+    embedding.forward = EmbeddingStandIn(_embedding(mlx, language, scale), embedding.embedding_dim)
+    model.get_output_embeddings().forward = HeadStandIn(_head(mlx, language))
     vision = getattr(core, "visual", None)
     levels = getattr(getattr(vision, "config", None), "deepstack_visual_indexes", None) or ()
     session = _Decoder(mlx, language, shape.kinds, len(levels), kind.counts)
     decoder.forward = _MlxDecoder(session, decoder, shape, False, hasattr(core, "get_rope_index"))
     if kind.features is None:
-        core.visual.forward = _MlxTower(mlx, theirs.vision_tower, vision, TowerTensors(core))
+        tower = _packed_tower(mlx, theirs.vision_tower)
+        core.visual.forward = PackedTowerStandIn(tower, vision, TowerTensors(core), sys.maxsize)
     else:
-        replace_encoder(
-            core, WholeTowerStandIn(_PictureTower(mlx, theirs, kind.features), model.config)
-        )
+        tower = _picture_tower(mlx, theirs, kind.features)
+        replace_encoder(core, WholeTowerStandIn(tower, model.config))
 
 
 # -- parts ---------------------------------------------------------------------------------------
@@ -155,75 +157,77 @@ def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx) -> None:
 class _Part:
     """One part of the model, with named input and output tensors."""
 
-    inputs: frozenset[str]
-
-    def __init__(self, mlx: Mlx, language: Untyped) -> None:
-        self._mlx, self._language = mlx, language
+    def __init__(self, mlx: Mlx, inputs: set[str], compute: Compute) -> None:
+        self._mlx, self.inputs, self._compute = mlx, frozenset(inputs), compute
         self.version: str = mlx.version
-        self._dtype = language.model.norm.weight.dtype
 
     def run(
         self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The outputs by name."""
         with self._mlx.alone:
-            return {name: self._mlx.taken(one) for name, one in self.compute(feeds).items()}
-
-    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
-        """The outputs as arrays."""
-        raise NotImplementedError
+            return {name: self._mlx.taken(one) for name, one in self._compute(feeds).items()}
 
 
-class _Embedding(_Part):
-    inputs = frozenset({"input_ids"})
+def _embedding(mlx: Mlx, language: Untyped, scale: float) -> _Part:
+    rounded = mlx.core.array(scale).astype(_dtype(language))  # as in Transformers
 
-    def __init__(self, mlx: Mlx, language: Untyped, scale: float) -> None:
-        super().__init__(mlx, language)
-        self._scale = mlx.core.array(scale).astype(self._dtype)  # rounded as in Transformers
+    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
+        ids = mlx.given(feeds["input_ids"])
+        return {"inputs_embeds": language.model.embed_tokens(ids) * rounded}
 
-    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
-        ids = self._mlx.given(feeds["input_ids"])
-        return {"inputs_embeds": self._language.model.embed_tokens(ids) * self._scale}
+    return _Part(mlx, {"input_ids"}, compute)
 
 
-class _PictureTower(_Part):
+def _head(mlx: Mlx, language: Untyped) -> _Part:
+    tied = not hasattr(language, "lm_head")
+    head = language.model.embed_tokens.as_linear if tied else language.lm_head
+
+    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
+        return {"logits": head(mlx.given(feeds["hidden"], _dtype(language)))}
+
+    return _Part(mlx, {"hidden"}, compute)
+
+
+def _picture_tower(mlx: Mlx, theirs: Untyped, features: Features) -> _Part:
     """Pictures of one size, each through the tower alone."""
 
-    inputs = frozenset({"pixel_values"})
+    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
+        pixels = mlx.given(feeds["pixel_values"], _dtype(theirs.language_model))
+        return {"features": features(mlx, theirs, pixels.transpose(0, 2, 3, 1))}
 
-    def __init__(self, mlx: Mlx, theirs: Untyped, features: Features) -> None:
-        super().__init__(mlx, theirs.language_model)
-        self._theirs, self._features = theirs, features
-
-    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
-        pixels = self._mlx.given(feeds["pixel_values"], self._dtype).transpose(0, 2, 3, 1)
-        return {"features": self._features(self._mlx, self._theirs, pixels)}
+    return _Part(mlx, {"pixel_values"}, compute)
 
 
-class _Head(_Part):
-    inputs = frozenset({"hidden"})
+def _packed_tower(mlx: Mlx, tower: Untyped) -> _Part:
+    """Patches of a picture of any size."""
 
-    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
-        hidden, language = self._mlx.given(feeds["hidden"], self._dtype), self._language
-        own = hasattr(language, "lm_head")
-        head = language.lm_head if own else language.model.embed_tokens.as_linear
-        return {"logits": head(hidden)}
+    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
+        pixels = mlx.given(feeds["pixel_values"], tower.patch_embed.proj.weight.dtype)
+        found = tower(pixels, mlx.given(feeds[GRID]))
+        features, levels = found if isinstance(found, tuple) else (found, [])
+        return {"features": features} | {deepstack(n): one for n, one in enumerate(levels)}
+
+    return _Part(mlx, {"pixel_values", GRID}, compute)
+
+
+def _dtype(language: Untyped) -> object:
+    return language.model.norm.weight.dtype
 
 
 class _Decoder(_Part):
     def __init__(
         self, mlx: Mlx, language: Untyped, kinds: Sequence[str], levels: int, counts: bool
     ) -> None:
-        super().__init__(mlx, language)
-        self._counts = counts
+        names = {state(name, n) for n, kind in enumerate(kinds) for name in state_names(kind)}
+        names |= {"inputs_embeds", "position_ids", BIAS, SLIDING_BIAS, PRESENT}
+        names |= {deepstack(level) for level in range(levels)}
+        super().__init__(mlx, names, self._pass)
+        self._language, self._dtype, self._counts = language, _dtype(language), counts
         named = inspect.signature(type(language.model).__call__).parameters
         self._embeds = "inputs_embeds" if "inputs_embeds" in named else "input_embeddings"
         self._levels = [deepstack(level) for level in range(levels)]
         self._kinds = kinds
-        names = [state(name, n) for n, kind in enumerate(kinds) for name in state_names(kind)]
-        self.inputs = frozenset(
-            {"inputs_embeds", "position_ids", BIAS, SLIDING_BIAS, PRESENT, *self._levels, *names}
-        )
         self._layers: Sequence[CacheLayer] = ()
         self._past: list[PastArrays | FixedArrays] = []
         self._held: dict[int, HeldArrays] = {}
@@ -287,7 +291,7 @@ class _Decoder(_Part):
                 found[conv], found[recurrent] = stored
         return found
 
-    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+    def _pass(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         mlx, dtype = self._mlx, self._dtype
         named = {"full": BIAS, "sliding": SLIDING_BIAS}
         masks = {k: mlx.given(feeds[name], dtype) for k, name in named.items() if name in feeds}
@@ -333,39 +337,3 @@ class _MlxDecoder(DecoderStandIn):
         output = super().__call__(*more, **options)  # type: ignore[arg-type]
         session.end(output[RETURNED].layers)
         return output
-
-
-class _MlxTower(PackedTowerStandIn):
-    """Patches of pictures, or of the frames of a video, each through the tower alone."""
-
-    def __init__(
-        self, mlx: Mlx, theirs: Untyped, tower: PreTrainedModel, tensors: TowerTensors
-    ) -> None:
-        super().__init__(_NoGraph(mlx.version), tower, tensors, _NO_BOUND)
-        self._mlx, self._theirs = mlx, theirs
-
-    def _one(self, pixels: Tensor, frame: tuple[int, int, int]) -> dict[str, Tensor]:
-        mlx = self._mlx
-        with mlx.alone:
-            dtype = self._theirs.patch_embed.proj.weight.dtype
-            grid = mlx.core.array([list(frame)])
-            found = self._theirs(mlx.given(pixels, dtype), grid)
-            features, levels = found if isinstance(found, tuple) else (found, [])
-            named = {"features": features}
-            named |= {deepstack(level): one for level, one in enumerate(levels)}
-            return {name: mlx.taken(one) for name, one in named.items()}
-
-
-class _NoGraph:
-    """A tower that is no graph has no named inputs."""
-
-    inputs: frozenset[str] = frozenset()
-
-    def __init__(self, version: str) -> None:
-        self.version = version
-
-    def run(
-        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Never called."""
-        raise NotImplementedError

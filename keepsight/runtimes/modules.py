@@ -121,7 +121,7 @@ class PackedTowerStandIn:
 
     def _one(self, pixels: Tensor, frame: tuple[int, int, int]) -> dict[str, Tensor]:
         grid = {"image_grid_thw": torch.tensor([frame])}
-        grids = self._tensors.of(grid, "cpu")
+        grids = grid | self._tensors.of(grid, "cpu")
         _check_inputs(self._session, {"pixel_values", *grids}, "tower")
         feeds = {name: grids[name] for name in self._session.inputs if name in grids}
         return self._session.run({"pixel_values": pixels, **feeds})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -53,6 +54,8 @@ _LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 _LIBRARIES["openvino"] = ("onnx", "onnxscript", "openvino")
 _COPIES = 3  # peak memory as a multiple of the weights, measured
 
+_ALONE = threading.Lock()
+
 Tell = Callable[[str], None]
 
 
@@ -69,21 +72,25 @@ def export(
 ) -> Manifest:
     """Export a checkpoint by name into a new folder; return the facts about the export.
 
+    Tracers exchange functions of the whole process: nothing else may compute in it meanwhile, and
+    a second export waits. `ks.load` runs this in a process of its own.
+
     `max_patches` limits one picture, if pictures may have any size (default: 16,384). `verbose`
     lets the exporters say more than errors.
     """
-    _check_words(runtime, quantised, max_patches)
+    if max_patches is not None and max_patches < 1:
+        raise InputError(f"--max-patches {max_patches}; a picture has at least one")
     target = ExportFolder(to)
     path = loading.model_path(name)
     if revision is not None and Path(path).is_dir():
         raise UnsupportedInput(
             f"revision={revision!r}: {name} is a folder, which has no revisions; leave it out"
         )
-    config = _checked_config(path, revision)
+    config = check(path, runtime, quantised, revision)
     needed = _weight_bytes(config)
     target.check_space(needed + needed // 10)
     _check_memory(needed, tell)
-    with target.scratch() as folder:
+    with _ALONE, target.scratch() as folder:
         tell("loading the model")
         # No store: pictures of noise are not worth remembering.
         with load(name, dtype="float32", revision=revision, store="", remote="") as vlm:
@@ -102,10 +109,14 @@ def export(
 # -- refusals before the long work ---------------------------------------------------------------
 
 
-def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -> None:
+def check(path: str, runtime: str, quantised: str | None, revision: str | None) -> PreTrainedConfig:
+    """Refuse what cannot be exported; return the configuration of what can."""
+    _check_words(runtime, quantised)
+    return _checked_config(path, revision)
+
+
+def _check_words(runtime: str, quantised: str | None) -> None:
     check_export_words(runtime, quantised)
-    if max_patches is not None and max_patches < 1:
-        raise InputError(f"--max-patches {max_patches}; a picture has at least one")
     missing = [one for one in _LIBRARIES[runtime] if importlib.util.find_spec(one) is None]
     if missing:
         raise MissingExtra.named(" and ".join(missing), runtime)
@@ -292,12 +303,9 @@ def write_graph(runtime: str, path: Path, part: GraphPart, sample: Sample) -> No
 
 
 def _write_onnx(path: Path, part: GraphPart, sample: Sample, **options: Any) -> None:
-    try:
-        from transformers.exporters import OnnxConfig, OnnxExporter
+    from transformers.exporters import OnnxConfig, OnnxExporter  # needs an optional library
 
-        exporter = OnnxExporter()
-    except ImportError as error:
-        raise MissingExtra.named("onnx and onnxscript", "onnx") from error
+    exporter = OnnxExporter()
     config = OnnxConfig(dynamic=True, dynamic_shapes=sample.varies, **options)
     program, _ = exporter.export_program(part, sample.inputs, config)
     exporter.save_program(program, path)

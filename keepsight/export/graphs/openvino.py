@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from keepsight.errors import MissingExtra
 from keepsight.export.graphs.parts import Decoder, GraphPart, Sample
 from keepsight.runtimes import imports
 from keepsight.runtimes.openvino import core
@@ -28,12 +27,9 @@ WriteOnnx = Callable[[Path, GraphPart, Sample], None]
 def write_openvino(path: Path, part: GraphPart, sample: Sample, write_onnx: WriteOnnx) -> None:
     """Trace a part and write its graph; `write_onnx` writes one for ONNX."""
     openvino = imports.openvino()
-    try:
-        from transformers.exporters import OpenVINOConfig, OpenVINOExporter
+    from transformers.exporters import OpenVINOConfig, OpenVINOExporter  # an optional library
 
-        exporter = OpenVINOExporter()
-    except ImportError as error:
-        raise MissingExtra.named("openvino", "openvino") from error
+    exporter = OpenVINOExporter()
     if isinstance(part, Decoder) and "linear" in part.kinds:
         with TemporaryDirectory(dir=path.parent) as scratch:
             between = Path(scratch) / "part.onnx"

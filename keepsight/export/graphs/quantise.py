@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from keepsight.errors import MissingExtra
 from keepsight.export.graphs.openvino import BLOCK, quantise_openvino
 from keepsight.runtimes import imports
 from keepsight.system.words import WEIGHTS
@@ -33,14 +32,11 @@ def quantise(runtime: str, path: Path, kind: str) -> None:
 
 
 def _quantise_onnx(path: Path, bits: int) -> None:
-    try:
-        import onnx
+    import onnx  # an optional library, and below another
 
-        imports.onnxruntime()
-        with _quiet():
-            from onnxruntime.quantization import matmul_nbits_quantizer as nbits
-    except ImportError as error:
-        raise MissingExtra.named("onnx and onnxruntime", "onnx") from error
+    imports.onnxruntime()
+    with _quiet():
+        from onnxruntime.quantization import matmul_nbits_quantizer as nbits
     how = nbits.DefaultWeightOnlyQuantConfig(
         block_size=BLOCK, is_symmetric=True, accuracy_level=_SUMS_IN_INT8, bits=bits
     )

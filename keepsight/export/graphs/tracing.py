@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.models.tested import refuse_unknown
 
@@ -59,59 +58,35 @@ class TracedCache:
         self.given[layer] = {"k": keys, "v": values}
         return keys, values
 
-    def get_seq_length(self, layer: int = 0, *more: object, **options: object) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions and masks are inputs of the graph, and must not be derived from it."""
-        refuse_unknown("get_seq_length of a traced cache", more, options, ("layer_idx",))
         return 0
 
-    def get_conv_state(
-        self, layer: int, state_idx: int = 0, *more: object, **options: object
-    ) -> Tensor:
-        """The last inputs of a convolution."""
-        _refuse("get_conv_state", state_idx, more, options)
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> Tensor:
+        """The last inputs of a convolution; each layer has one state of each kind."""
         return self._states[layer]["conv"]
 
-    def get_recurrent_state(
-        self, layer: int, state_idx: int = 0, *more: object, **options: object
-    ) -> Tensor:
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> Tensor:
         """The state of a linear layer."""
-        _refuse("get_recurrent_state", state_idx, more, options)
         return self._states[layer]["recurrent"]
 
-    def is_recording_past(self, layer: int, *more: object, **options: object) -> bool:
+    def is_recording_past(self, layer: int) -> bool:
         """True, so that Transformers takes the path that does not write into its inputs."""
-        _refuse("is_recording_past", 0, more, options)
         return True
 
     def update_conv_state(
-        self, new: Tensor, layer: int, state_idx: int = 0, *more: object, **options: object
+        self, new: Tensor, layer: int, conv_kernel_size: int | None = None
     ) -> Tensor:
         """The earlier inputs and the new ones; the last of them become an output."""
-        _refuse("update_conv_state", state_idx, more, options, ("conv_kernel_size",))
         before = self._states[layer]["conv"]
         both = torch.cat([before, new], dim=-1)
         self.given[layer]["conv"] = both[..., -before.shape[-1] :].clone()
         return both
 
-    def update_recurrent_state(
-        self, state: Tensor, layer: int, state_idx: int = 0, *more: object, **options: object
-    ) -> Tensor:
+    def update_recurrent_state(self, state: Tensor, layer: int) -> Tensor:
         """Collect the new state as an output."""
-        _refuse("update_recurrent_state", state_idx, more, options)
         self.given[layer]["recurrent"] = state
         return state
-
-
-def _refuse(
-    name: str,
-    state_idx: int,
-    more: tuple[object, ...],
-    options: Options,
-    known: tuple[str, ...] = (),
-) -> None:
-    """Refuse unknown arguments; each layer has one state of each kind."""
-    given = {**options, "state_idx": state_idx or None}
-    refuse_unknown(f"{name} of a traced cache", more, given, known)
 
 
 @contextmanager
