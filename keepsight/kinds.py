@@ -127,7 +127,7 @@ class Wrapping(TypedDict, total=False):
     remote: str | None
     tenant: str | None
     tenant_quota: int | str | None
-    cache_budget: int | str
+    cache_budget: int | str | None
     host_budget: int | str | None
     vision_budget: int | str
     ttl: int | float | str | None

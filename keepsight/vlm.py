@@ -203,12 +203,13 @@ class VLM:
         check_processor(processor, not family.packages_only)
         chosen = RuntimeSettings(image_options=tuple((image_options or {}).items()), **settings)
         chosen.check()
+        chosen = chosen.on(model.device)
         kept = chosen_store(
             store,
             store_budget,
             remote,
             chosen.tenant_quota,
-            (chosen.cache_budget, chosen.vision_budget),
+            (chosen.cache_budget or 0, chosen.vision_budget),
         )
         weights = Weights(model, family)
         if not family.proven:

@@ -73,7 +73,6 @@ class TestGemma4Vision(FamilyTests):
 
 
 class TestGemma4Unified(FamilyTests):
-    decodes_together = False
     nests_images = True
 
     def make_model(self) -> tuple[Any, Any]:

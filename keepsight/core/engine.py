@@ -58,7 +58,10 @@ class Engine:
         self._memory, self._model, self._family = memory, memory.model, memory.family
         self._tree, self.guessing = memory.prefixes, guessing
         self._room = self._budget = budget  # for all of memory, and for what runs at a time
-        self.shape, self.decoder = shape, LanguageModel(memory.model, memory.family, shape)
+        self.shape, self.decoder = (
+            shape,
+            LanguageModel(memory.model, memory.family, shape, budget // 2),
+        )
         self.lanes = Lanes(memory.model, shape, budget)
         self.answers, self._costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
         self.came: deque[Sequence] = deque()  # added by any thread

@@ -98,10 +98,10 @@ class Runtime:
         self.tree = self._tree(model)
         shape = Shape.of(model)
         self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
-        budget = parse_bytes(settings.cache_budget)
+        budget = parse_bytes(settings.cache_budget or 0)
         self.engine = Engine(self, shape, budget, settings.drafts)
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.forget
-        self.tree.beside = lambda: self.engine.lanes.nbytes
+        self.tree.beside = lambda: self.engine.lanes.nbytes + self.engine.decoder.pool_bytes
         tokenizer = getattr(processor, "tokenizer", None)
         kind = (family.turn_ends(tokenizer), family.sees_whole_media, family.reuse)
         states = shape.has_fixed
@@ -185,7 +185,7 @@ class Runtime:
         if host is None:  # a model on the host needs no second memory
             host = 0 if model.device.type == "cpu" else HOST_BUDGET
         return Tree(
-            parse_bytes(self.settings.cache_budget),
+            parse_bytes(self.settings.cache_budget or 0),
             Shape.of(model).has_fixed,
             self.store,
             reuse=self.family.reuse,
@@ -369,7 +369,7 @@ class Runtime:
             "evictions": tree.evictions,
             "demotions": tree.demotions,
             "promotions": tree.promotions,
-            "lane_bytes": self.engine.lanes.nbytes,
+            "lane_bytes": self.engine.lanes.nbytes + self.engine.decoder.pool_bytes,
         }
         stats["engine"] = {
             "prefill_tokens": self.engine.prefill_tokens,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+import torch
 from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedModel
@@ -27,7 +28,7 @@ LEAST_WAITING = 64 << 20  # bytes that may always wait to be written
 class RuntimeSettings:
     """The options of a VLM that its memory uses."""
 
-    cache_budget: int | str = "2GiB"  # prefixes on the model's device
+    cache_budget: int | str | None = None  # prefixes on the model's device
     host_budget: int | str | None = None  # prefixes evicted from there, in the host's memory
     vision_budget: int | str = "2GiB"  # features and pixels, in memory
     tenant_quota: int | str | None = None  # of each of these, for one tenant
@@ -37,6 +38,13 @@ class RuntimeSettings:
     pack: bool | str = "auto"  # packed weights; "auto": only of models that `load` loaded
     drafts: bool = True  # guess tokens from earlier text, if that changes no bit
     image_options: tuple[tuple[str, object], ...] = ()
+
+    def on(self, device: torch.device) -> RuntimeSettings:
+        """With the usual budget of a device: 2 GiB, or a third of what an accelerator has free."""
+        if self.cache_budget is not None:
+            return self
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        return replace(self, cache_budget=max(2 << 30, free // 3))
 
     def check(self) -> None:
         """Refuse impossible values by name."""

@@ -178,7 +178,9 @@ class ModelSettings(StrictSettings):
     )
     tenant_quota: Size | None = Field(None, description="Bytes that one tenant may hold.")
     ttl: Time | None = Field(None, description="How long an unused entry is remembered.")
-    cache_budget: Size | None = Field(None, description="Prefixes on the device; 2GiB if not set.")
+    cache_budget: Size | None = Field(
+        None, description="Prefixes on the device; if not set, 2GiB or a third of an accelerator."
+    )
     host_budget: Size | None = Field(None, description="Prefixes in host memory.")
     vision_budget: Size | None = Field(None, description="Features in memory; 2GiB if not set.")
     min_pixels: Count | None = Field(None, description="Enlarge smaller images to this.")

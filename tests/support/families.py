@@ -8,6 +8,7 @@ ignores its pictures fails here, as does a family that reuses less than it claim
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _MADE: dict[type, tuple[PreTrainedModel, Processor]] = {}
 _EMPTIED: dict[tuple[type, object], VLM] = {}  # of one class at a time
+# On an accelerator, and in another dtype: `KEEPSIGHT_TEST_ON=cuda:bfloat16`. Nothing usual sets it.
+_DEVICE, _, _DTYPE = os.environ.get("KEEPSIGHT_TEST_ON", "cpu:float32").partition(":")
 _WHOLE: Inputs = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
@@ -82,7 +85,8 @@ class FamilyTests:
         """Model and processor, made once per class."""
         suite = type(self)
         if suite not in _MADE:
-            _MADE[suite] = self.make_model()
+            model, processor = self.make_model()
+            _MADE[suite] = model.to(_DEVICE, getattr(torch, _DTYPE)), processor
         return _MADE[suite]
 
     def picture(self, seed: int, wide: bool = False) -> Image.Image:
@@ -120,7 +124,8 @@ class FamilyTests:
     def given(self, messages: Messages) -> dict[str, torch.Tensor]:
         """Tensors of a conversation as a user of stock Transformers would make them."""
         of = (type(self), "inputs")
-        return copy.deepcopy(once(of, messages, lambda: self.inputs(self.parts[1], messages)))
+        made = once(of, messages, lambda: self.inputs(self.parts[1], messages))
+        return {name: copy.deepcopy(tensor).to(_DEVICE) for name, tensor in made.items()}
 
     def ask(self, vlm: VLM, messages: Messages, tokens: int = 1, **options: Any) -> Generated:
         """The public call on tensors, with all its results."""
@@ -157,7 +162,8 @@ class FamilyTests:
         for step, wanted in enumerate(stock.logits):
             scale = float(wanted.abs().max())
             off = float((wanted - logits_of(ours)[step]).abs().max()) / scale
-            expect(off < self.tolerance, f"{what}, step {step}: logits off by {off:.2g} of scale")
+            near = self.near(self.parts[0].dtype)
+            expect(off < near, f"{what}, step {step}: logits off by {off:.2g} of scale")
             if int(wanted.argmax()) != int(logits_of(ours)[step].argmax()):
                 break
         return ours
@@ -166,8 +172,12 @@ class FamilyTests:
         """Whether logits are equal as far as this memory promises: in bits, or to rounding."""
         if vlm.runtime.rule.kernels:
             return torch.equal(one, other)
-        near = {torch.float32: self.tolerance, torch.bfloat16: 5e-2}[vlm.model.dtype]
+        near = self.near(vlm.model.dtype)
         return bool((one - other).abs().max() <= near * other.abs().max())
+
+    def near(self, dtype: torch.dtype) -> float:
+        """The part of the logits' scale that is rounding."""
+        return self.tolerance if dtype == torch.float32 else 5e-2
 
     def expect_differ(self, one: torch.Tensor, other: torch.Tensor, what: str) -> None:
         """Control: require a difference."""

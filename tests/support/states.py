@@ -70,8 +70,7 @@ class StateTests:
     @torch.inference_mode()
     def restored(self, lane: Lane, snapshots: Sequence[tuple[int, int, Tensors, Tensors]]) -> Lane:
         """The lane restored to the last of the snapshots."""
-        for start, _, full, _ in snapshots:
-            lane.restore_full(start, full)
+        lane.restore_full([(start, full) for start, _, full, _ in snapshots])
         lane.restore_fixed(snapshots[-1][1], snapshots[-1][3])
         return lane
 

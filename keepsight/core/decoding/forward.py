@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from keepsight.core.decoding.lane_layer import JoinedLayer, LaneLayer, RowsLayer
 from keepsight.core.decoding.lane_mixer import JoinedMixer, MixerLayer
+from keepsight.core.decoding.recorded import Recorder
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.core.decoding.steps import Steps
 from keepsight.core.kernels import passes
@@ -34,6 +35,7 @@ from keepsight.prefix.prompt import Prompt
 logger = logging.getLogger(__name__)
 
 _ANY = {"full", "sliding", "none", "linear"}  # kinds of layers that our kernels know
+_DEVICE = "cuda"  # where keys are read on their lanes, and passes recorded
 _NEAR = 0.05  # of the logits' scale: rounding, in any dtype
 _TRIED = ((0, 9), (0, 5), (3, 4))  # (held before, end) of sequences tried beside each other
 
@@ -57,19 +59,26 @@ class Stretch:
 class LanguageModel:
     """Runs the language model of one VLM. Callers hold the model's lock."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, shape: Shape) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, shape: Shape, room: int = 0) -> None:
         self._model, self._family, self.shape = model, family, shape
+        self._room = room  # bytes of a recorder
         self._exported = hasattr(model, "exported")
         self.steps: Steps | None = None  # layers without their modules
+        self.recorder: Recorder | None = None  # of short passes on an accelerator
         self._looked = False
         self._joins: bool | None = None  # whether torch's own kernels take sequences end to end
         self._rows: tuple[list[Lane], DynamicCache] | None = None  # of a graph's last pass
         self.passes = 0
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that recorded passes hold."""
+        return 0 if self.recorder is None else self.recorder.nbytes
+
     def forget(self) -> None:
         """Look at the model again: it changed."""
         self._joins, self._rows = None, None
-        self.steps, self._looked = None, False
+        self.steps, self.recorder, self._looked = None, None, False
 
     def together(self, segments: Sequence[Stretch], kernels: Kernels | None) -> bool:
         """Whether these segments can share a pass."""
@@ -103,6 +112,12 @@ class LanguageModel:
             found = self._without_modules(segments, kernels)
             if found is not None:
                 return found
+        if kernels is None and self._in_place(kernels):
+            found = self._recorded(segments)
+            if found is not None:
+                return found
+        for one in segments:
+            one.lane.settle()
         in_rows = self._exported and len(segments) > 1
         dim = -2 if in_rows else -1
         ids = [torch.from_numpy(one.ids)[None] for one in segments]
@@ -118,7 +133,8 @@ class LanguageModel:
         joined = self._joined(segments, kernels, with_own_inputs=bool(extra))
         inputs |= with_cache(self._model, segments[0].lane.cache if joined is None else joined)
         plainly = joined is not None and kernels is None
-        with grouped_queries(device), passes.side_by_side() if plainly else passes.running(kernels):
+        ours = passes.side_by_side() if plainly else passes.running(kernels)
+        with grouped_queries(device, plainly), ours:
             found = self._run(segments, inputs, in_rows)
         for one in segments:
             one.lane.length = one.end
@@ -128,12 +144,8 @@ class LanguageModel:
         self, segments: Sequence[Stretch], kernels: Kernels
     ) -> list[torch.Tensor | None] | None:
         """A pass over a few tokens of text, as one script; None where modules have to run."""
-        own = set(self._family.placeholders.values())  # which the model may treat in its own way
-        for one in segments:
-            if one.media or self._own_inputs(one) or not own.isdisjoint(one.ids.tolist()):
-                return None
-            if self._family.feature_inputs([], torch.from_numpy(one.ids)[None]):
-                return None
+        if not self._are_text(segments):
+            return None
         if not self._looked:
             self.steps, self._looked = None, True  # its modules run while the two are compared
             steps = Steps.of(self._model)
@@ -145,6 +157,49 @@ class LanguageModel:
         for one in segments if found is not None else ():
             one.lane.length = one.end
         return found
+
+    def _are_text(self, segments: Sequence[Stretch]) -> bool:
+        """Whether the model needs nothing but ids and positions."""
+        own = set(self._family.placeholders.values())  # which the model may treat in its own way
+        for one in segments:
+            if one.media or self._own_inputs(one) or not own.isdisjoint(one.ids.tolist()):
+                return False
+            if self._family.feature_inputs([], torch.from_numpy(one.ids)[None]):
+                return False
+        return True
+
+    def _recorded(self, segments: Sequence[Stretch]) -> list[torch.Tensor | None] | None:
+        """A short pass as it was recorded; None where it has to run as it is."""
+        if sum(len(one.ids) for one in segments) > Recorder.MOST or not self._are_text(segments):
+            return None
+        if not self._looked:
+            self._looked = True  # its passes come here too
+            self.recorder = self._tried_recorder()
+        if self.recorder is None:
+            return None
+        try:
+            found = self.recorder.run(segments)
+        except Exception as error:  # a foreign model may raise anything
+            logger.info("short passes run as they are, one cannot be recorded: %s", error)
+            self.recorder = None
+            return None
+        for one in segments if found is not None else ():
+            one.lane.length = one.end
+        return found
+
+    def _tried_recorder(self) -> Recorder | None:
+        """A recorder whose passes give what the model gives, to rounding."""
+        if not Recorder.can(self._model, self.shape):
+            return None
+        found, tried = list[list[torch.Tensor | None]](), Recorder(self._model, self._room)
+        for self.recorder in (None, tried):
+            lane, ends = Lane(self._model, self.shape), (9, 10, 15)
+            found.append([self._pass([self._scratch(lane, end)], None)[0] for end in ends])
+        agree = all(
+            a is not None and b is not None and bool((a - b).abs().max() <= _NEAR * a.abs().max())
+            for a, b in zip(*found, strict=True)
+        )
+        return tried if agree and self.recorder is tried and tried.replays else None
 
     def _agree(self, steps: Steps, kernels: Kernels) -> bool:
         """Whether short passes have the bits of the modules, as the model is now: a finding may be
@@ -201,7 +256,7 @@ class LanguageModel:
                 self._rows = lanes, _cache([RowsLayer(each) for each in each_layer])
             return self._rows[1]
         ours = kernels is not None and not kernels.in_graphs and _ANY.issuperset(self.shape.kinds)
-        if len(lanes) == 1 and (with_own_inputs or not ours):
+        if len(lanes) == 1 and (with_own_inputs or not (ours or self._in_place(kernels))):
             return None
         edges, start = [], 0
         for one in segments:
@@ -215,6 +270,15 @@ class LanguageModel:
             elif isinstance(layer, MixerLayer):
                 layers[index] = JoinedMixer(each, edges)
         return _cache(layers)
+
+    def _in_place(self, kernels: Kernels | None) -> bool:
+        """Whether keys are read on their lanes, without masks and copies: on an accelerator."""
+        if kernels is not None or self._exported or self._model.device.type != _DEVICE:
+            return False
+        if self._joins is None:
+            self._joins = False  # its trial comes here too
+            self._joins = self._try_to_join()
+        return self._joins
 
     # -- whether sequences may lie end to end without our kernels ----------------------------------
 

@@ -120,17 +120,20 @@ class LaneLayer(DynamicLayer):
             # As new: PaliGemma and Mllama use it to detect the first chunk.
             self.is_initialized = False
 
-    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write remembered keys and values back to their place."""
+    def write(
+        self, start: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> None:
+        """Write remembered keys and values, (heads, rows, width) each, back to their place."""
+        like_k, like_v = keys[0][None], values[0][None]
         if not self.is_initialized:
-            self.dtype, self.device = keys.dtype, keys.device
+            self.dtype, self.device = like_k.dtype, like_k.device
             self.is_initialized = True
-        end = start + keys.shape[-2]
+        end = start + sum(piece.shape[-2] for piece in keys)
         self._written, self._clean = max(self._written, self.length, end), 0
         self.length = start
-        self._ensure(end, keys, values)
-        self.key_buffer[:, :, start:end] = keys  # type: ignore[index]
-        self.value_buffer[:, :, start:end] = values  # type: ignore[index]
+        self._ensure(end, like_k, like_v)
+        for room, pieces in ((self.key_buffer, keys), (self.value_buffer, values)):
+            torch.cat(list(pieces), dim=-2, out=room[0, :, start:end])  # type: ignore[index]
         self._view(end)
 
     def stretch(
@@ -212,8 +215,8 @@ class JoinedLayer(LaneLayer):
         return key_states, value_states
 
     def get_seq_length(self, *more: object, **options: object) -> int:
-        """Tokens of the longest lane."""
-        return max(layer.length for layer in self._layers)
+        """As if no token was there before this pass: masks are made of this and the next."""
+        return 0
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
         """Of the tokens of this pass alone: attention makes the masks of each lane itself."""

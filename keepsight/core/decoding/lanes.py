@@ -81,9 +81,7 @@ def shared(lane: Lane, node: Node) -> int:
 
 def restore(lane: Lane, node: Node, length: int) -> None:
     """Restore what a loaded path remembers after its first `length` tokens into a lane."""
-    for n in node.chain():
-        if n.end > length:
-            lane.restore_full(n.start, n.kv or {})
+    lane.restore_full([(n.start, n.kv or {}) for n in node.chain() if n.end > length])
     if node.end:
         lane.restore_fixed(node.end, node.fixed or {})
         lane.node = node

@@ -11,7 +11,7 @@ continued where such a state was captured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,8 @@ class Lane:
         self.node: Node | None = None  # the deepest one whose path is completely here
         self.busy = False
         self.placed: PromptPositions | None = None  # the last prompt it held, with its positions
+        self.behind: Callable[[Lane], None] | None = None  # brings what was computed elsewhere
+        self.copied = 0  # first tokens of which a copy elsewhere is as here
 
     @property
     def full(self) -> list[LaneLayer]:
@@ -145,6 +147,12 @@ class Lane:
     def cross(self) -> list[CrossLayer]:
         """The layers that hold media for cross attention."""
         return [layer for layer in self.cache.layers if isinstance(layer, CrossLayer)]
+
+    def settle(self) -> None:
+        """Hold here what was computed elsewhere."""
+        if self.behind is not None:
+            bring, self.behind = self.behind, None
+            bring(self)
 
     @property
     def nbytes(self) -> int:
@@ -197,6 +205,7 @@ class Lane:
     def capture_full(self, start: int, end: int) -> Tensors:
         """Keys and values of the full layers in a range: one stacked tensor if all rows have one
         shape on one device, otherwise two per layer."""
+        self.settle()
         rows = {}
         for i, layer in enumerate(self.full):
             rows[f"{i}.k"] = layer.keys[0, :, start:end]
@@ -214,17 +223,21 @@ class Lane:
                 rows[f"cross.{i}.k"], rows[f"cross.{i}.v"] = layer.keys[0], layer.values[0]
         return {name: tensor.clone() for name, tensor in rows.items()}
 
-    def restore_full(self, start: int, tensors: Tensors) -> None:
-        """Restore the keys and values of one snapshot."""
-        stacked = tensors.get("kv")
+    def restore_full(self, snapshots: Sequence[tuple[int, Tensors]]) -> None:
+        """Restore the keys and values of snapshots that lie one behind the other."""
+        if not snapshots:
+            return
+        self.settle()
+        start = snapshots[0][0]
+        self.copied = min(self.copied, start)
+        several = [layered(tensors) for _, tensors in snapshots]
         for i, layer in enumerate(self.full):
-            if stacked is not None:
-                layer.write(start, stacked[2 * i][None], stacked[2 * i + 1][None])
-            else:
-                layer.write(start, tensors[f"{i}.k"][None], tensors[f"{i}.v"][None])
-        for i, layer in enumerate(self.cross):
-            if f"cross.{i}.k" in tensors:
-                layer.write(0, tensors[f"cross.{i}.k"][None], tensors[f"cross.{i}.v"][None])
+            keys, values = ([rows[f"{i}.{name}"] for rows in several] for name in "kv")
+            layer.write(start, keys, values)
+        for i, beside in enumerate(self.cross):
+            for rows in several:
+                if f"cross.{i}.k" in rows:
+                    beside.write(0, [rows[f"cross.{i}.k"]], [rows[f"cross.{i}.v"]])
 
     def restore_fixed(self, end: int, tensors: Tensors) -> None:
         """Restore the fixed-size states of the snapshot at `end`."""
@@ -242,6 +255,8 @@ class Lane:
     def rewind(self, length: int) -> None:
         """Keep only the first tokens of the full layers; fixed states must be restored
         afterwards."""
+        self.settle()
+        self.copied = min(self.copied, length)
         for layer in self.full:
             layer.rewind(length)
         while self.node is not None and self.node.end > length:

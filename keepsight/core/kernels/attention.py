@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from keepsight.core.kernels import flash
+
 _plain = _in_scripts = functional.scaled_dot_product_attention
 BLOCK = 512  # keys the kernel reads at a time
 _STEP, _FAR_STEP = 128, 256  # keys are read in multiples of these: near the first key, and far
@@ -349,18 +351,32 @@ class LaneAttention(_OverLanes):
         held = self._held.get(id(key))
         if held is None or held.edges is None:
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
-        rows = []
-        for layer, (start, stop) in zip(held.layers, held.edges, strict=True):
-            if layer.key_buffer is None or layer.value_buffer is None:
-                raise ValueError("attention over a lane that holds nothing yet")
-            length, count = layer.length, stop - start
-            keys, values = (x[:, :, :length] for x in (layer.key_buffer, layer.value_buffer))
-            seen = None
-            if count > 1 or layer.first_seen_by(length - 1):
-                seen = seen_by_the_last(layer, length, count).to(query.device)
-            one = query[:, :, start:stop]
-            rows.append(_plain(one, keys, values, seen, scale=scale, enable_gqa=True))
-        return torch.cat(rows, dim=2)
+        rows = [
+            self._on_its_lane(query[:, :, start:stop], layer, scale)
+            for layer, (start, stop) in zip(held.layers, held.edges, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
+
+    def _on_its_lane(
+        self, query: torch.Tensor, layer: LaneBuffers, scale: float | None
+    ) -> torch.Tensor:
+        """The last tokens of one lane over what they see of it."""
+        if layer.key_buffer is None or layer.value_buffer is None:
+            raise ValueError("attention over a lane that holds nothing yet")
+        count, length = query.shape[2], layer.length
+        window, chunked = layer.sight
+        first = layer.first_seen_by(length - count) or 0
+        keys, values = (x[:, :, first:length] for x in (layer.key_buffer, layer.value_buffer))
+        if flash.fits(query, values) and not (chunked and count > 1):
+            near = window if window and count > 1 else None
+            return flash.at_the_end(query, keys, values, scale, near)
+        if count == 1:
+            return _plain(query, keys, values, scale=scale, enable_gqa=True)
+        seen = seen_by_the_last(layer, length, count)[..., first:].to(query.device)
+        if query.is_cuda:  # its kernels take no groups with masks
+            group = query.shape[1] // keys.shape[1]
+            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        return _plain(query, keys, values, seen, scale=scale, enable_gqa=not query.is_cuda)
 
 
 def read_at_once(

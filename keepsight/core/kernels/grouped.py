@@ -1,4 +1,4 @@
-"""Makes attention read grouped keys and values in place, in our own passes on a CPU.
+"""Makes attention read grouped keys and values in place, in our own passes.
 
 With a mask, Transformers first copies all keys and values once per query of a group, in every layer
 and pass. That is most of the cost of a short chunk on a long prefix. One function of theirs decides
@@ -39,12 +39,13 @@ def begin() -> None:
 
 
 @contextmanager
-def grouped_queries(device: torch.device) -> Iterator[None]:
-    """Let attention in this thread read grouped keys and values in place, on a CPU.
+def grouped_queries(device: torch.device, on_lanes: bool = False) -> Iterator[None]:
+    """Let attention in this thread read grouped keys and values in place: on a CPU, and where our
+    own attention reads them on their lanes.
 
-    An accelerator needs the copy: its fast kernels take no groups with masks.
+    Else an accelerator needs the copy: its fast kernels take no groups with masks.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" and not on_lanes:
         yield
         return
     begin()

@@ -60,9 +60,10 @@ def running(kernels: Kernels | None) -> Iterator[None]:
 
 
 @contextmanager
-def side_by_side() -> Iterator[None]:
-    """Let sequences laid end to end attend to their own lanes, with torch's kernels."""
-    with _pass(_Pass(attention.LaneAttention(), None)):
+def side_by_side(function: attention.AttentionFunction | None = None) -> Iterator[None]:
+    """Let sequences laid end to end attend to their own lanes, with torch's kernels, or as a
+    function says."""
+    with _pass(_Pass(function or attention.LaneAttention(), None)):
         yield
 
 
