@@ -21,7 +21,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from demo.smol.ask import Asker
 from demo.smol.draw import GRID, LONGEST, SIDE, Painter, Picture, queries
-from demo.smol.model import IMAGE_ID, NEW_TOKENS, TOKENS
+from demo.smol.model import IMAGE_ID, TOKENS
+from keepsight.demo.smol import NEW_TOKENS
 
 ITEMS = 4  # boxes of a picture that the reading head is asked about
 LENGTH = 512  # tokens of a conversation
@@ -280,6 +281,13 @@ class Units:
         return self
 
     def _move(self) -> None:
+        try:
+            self._move_to_device()
+        except (EOFError, OSError):
+            if not self.closed:  # else the workers were ended by `close`
+                raise
+
+    def _move_to_device(self) -> None:
         if self.device == "cuda":
             main, side = torch.cuda.default_stream(), torch.cuda.Stream()
             whole = np.frombuffer(self.buffer, np.uint8)

@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demo.smol.draw import CHARS, COLOR_NAMES, GRID, KINDS, LONGEST, PATCH
+from keepsight.demo.smol import NEW_TOKENS, text_weights
 
 WIDE, HEADS, DEEP, INNER = 384, 6, 7, 1152
 CELL = 4  # patches a side that the connector joins into one token
 TOKENS = (GRID // CELL) ** 2
 TEXT_WIDE, TEXT_DEEP, TEXT_HEADS, TEXT_KV, TEXT_INNER, VOCABULARY = 576, 30, 9, 3, 1536, 49152
-NEW_TOKENS = ("<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>")
 IMAGE_ID = VOCABULARY + 2
 RANK = 16
 PROJECTIONS = {
@@ -344,8 +343,6 @@ def _flat(i: int, name: str) -> str:
 
 def read_gguf(folder: Path) -> dict[str, Tensor]:
     """SmolLM2's tensors by Transformers' names, from one GGUF file (or its parts in a folder)."""
-    import gguf
-
     parts = sorted(folder.glob("*.gguf*"))
     if not parts:
         raise SystemExit(f"no .gguf file in {folder}")
@@ -353,25 +350,7 @@ def read_gguf(folder: Path) -> dict[str, Tensor]:
     if len(parts) > 1:
         path = folder / "joined"
         path.write_bytes(b"".join(part.read_bytes() for part in parts))
-    names = {
-        "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }  # fmt: skip
-    found: dict[str, Tensor] = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        values = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        room, *rest = tensor.name.split(".")
-        if room != "blk":
-            key = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}[room]
-        else:
-            key = f"model.layers.{rest[0]}.{names[rest[1]]}"
-            if rest[1] in ("attn_q", "attn_k"):  # llama.cpp keeps pairs of a rotation side by side
-                heads = TEXT_HEADS if rest[1] == "attn_q" else TEXT_KV
-                values = values.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(values.shape)
-        found[f"{key}.weight"] = torch.from_numpy(values.copy())
-    return found
+    return text_weights(path)
 
 
 def random_base(deep: int) -> dict[str, Tensor]:

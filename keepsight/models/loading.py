@@ -24,6 +24,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from keepsight import digests
+from keepsight.demo import smol
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
@@ -31,6 +32,7 @@ from keepsight.models.silence import without_short_bars
 from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
+DEMO_SMOL = "demo-smol"
 _UNKNOWN_TYPE = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+)Config'>")
 Rows = list[list[str | int | None]]  # per file: name, size, times and inode
 
@@ -39,7 +41,9 @@ def model_path(name: str) -> str:
     """The folder of a demo model, or the name unchanged (a folder or a hub id)."""
     if name in DEMO:
         return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
-    near = difflib.get_close_matches(name, DEMO, n=1, cutoff=0.7)
+    if name == DEMO_SMOL:
+        return str(smol.folder())
+    near = difflib.get_close_matches(name, [*DEMO, DEMO_SMOL], n=1, cutoff=0.7)
     if near and not os.path.exists(name):
         raise InputError(f"no model {name!r}: there is no such folder; did you mean {near[0]}?")
     return os.path.expanduser(name) if name.startswith("~") else name
