@@ -47,15 +47,13 @@ def folder() -> Path:
     made = cache_folder()
     if made.is_dir():
         return made
-    weights = _installed()
+    weights = installed()
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{made}.lock"):
             if not made.is_dir():
                 _make(weights, made)
     except OSError as error:
-        if isinstance(error, ImportError):
-            raise
         raise ModelError(
             f"demo-smol cannot be made in {made.parent}: {error.strerror or error}; it takes "
             f"{bytes_text(ROOM)}, and XDG_CACHE_HOME names another cache folder"
@@ -72,7 +70,7 @@ def cache_folder() -> Path:
     return home / "keepsight" / f"demo-smol-{eyes.hexdigest()[:12]}"
 
 
-def _installed() -> Path:
+def installed() -> Path:
     """SmolLM2's file in the installed package."""
     why = "demo-smol is made from SmolLM2's weights, and"
     if importlib.util.find_spec("gguf") is None:
@@ -105,13 +103,19 @@ def _make(weights: Path, made: Path) -> None:
         for file in SHIPPED.iterdir():
             if file.name not in PARTS:
                 shutil.copy(file, new)
-        with without_notes():
-            tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-        tokenizer.add_special_tokens({"additional_special_tokens": list(NEW_TOKENS)})
-        tokenizer.backend_tokenizer.save(str(new / "tokenizer.json"))
+        (new / "tokenizer.json").write_text(tokenizer_of(weights), encoding="utf-8")
         whole = {name: value.half() for name, value in merged(weights).items()}
         save_file(whole, new / "model.safetensors", metadata={"format": "pt"})
         new.rename(made)
+
+
+def tokenizer_of(weights: Path) -> str:
+    """SmolLM2's tokenizer with the four new tokens, as JSON."""
+    with without_notes():
+        tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(NEW_TOKENS)})
+    found: str = tokenizer.backend_tokenizer.to_str()
+    return found
 
 
 def merged(weights: Path) -> dict[str, Tensor]:
