@@ -212,7 +212,8 @@ def test_drafts_are_accepted_in_real_text(vlm: ks.VLM) -> None:
 @weights
 @pytest.mark.slow
 def test_two_processes_make_one_folder(tmp_path: Path) -> None:
-    code = "import keepsight as ks\nprint(ks.load('demo-smol').ask('a.png', 'What is in the picture?'))"
+    asked = "ks.load('demo-smol').ask('a.png', 'What is in the picture?')"
+    code = f"import keepsight as ks\nprint({asked})"
     scene().save(tmp_path / "a.png")
     given = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     both = [

@@ -54,21 +54,36 @@ class Questions:
         self.r = self.painter.r
         self.asker = Asker(self.painter.emoji_names, self.r, self.painter.words)
 
-    def one(self, pictures: list[Picture], asks: list[Ask]) -> Case | None:
+    def about(self, pictures: list[Picture], asks: list[Ask]) -> Case | None:
+        """A question about one of the pictures; none if it cannot be asked there."""
         k = self.r.randrange(len(pictures))
         turn = self.r.choice(asks)(pictures[k], self.asker.name(k, len(pictures)))
         return (pictures, self.asker.manner(turn[0]), turn[1]) if turn else None
 
-    def scenes(self, asks: list[Ask], count: int) -> Case | None:
-        return self.one([self.painter.shapes() for _ in range(count)], asks)
+    def scenes(self, count: int, each: int) -> Iterator[tuple[str, Case]]:
+        """`each` questions of four kinds about the same `count` pictures."""
+        a = self.asker
+        pictures = [self.painter.shapes() for _ in range(count)]
+        for name, asks in (
+            ("attributes", [a.color_of, a.shape_of, a.size_of, a.background]),
+            ("counts", [a.count_all, a.count_some]),
+            ("places", [a.where, a.at_place]),
+            ("comparisons", [a.compare, a.extreme]),
+        ):
+            for case in several(lambda asks=asks: self.about(pictures, asks), each):  # type: ignore[misc]
+                yield f"{name}, {'1 picture' if count == 1 else '2 to 4 pictures'}", case
 
-    def which(self) -> Case | None:
+    def which(self, each: int) -> Iterator[Case]:
         pictures = [self.painter.any() for _ in range(4)]
-        turn = self.asker.several(pictures)
-        asked = turn is not None and re.match(
-            r"(Which|In which) (of the )?(picture|image)", turn[0]
-        )
-        return (pictures, *turn) if turn and asked and "more shapes" not in turn[0] else None
+
+        def one() -> Case | None:
+            turn = self.asker.several(pictures)
+            if turn is None or "more shapes" in turn[0]:
+                return None
+            asked = re.match(r"(Which|In which) (of the )?(picture|image)", turn[0])
+            return (pictures, *turn) if asked else None
+
+        return several(one, each)
 
     def line(self, sort: str) -> Case | None:
         picture = self.painter.texts()
@@ -77,58 +92,63 @@ class Questions:
             return None
         return [picture], "What is written in the picture? Only the text.", item.text
 
-    def emoji(self, which: int) -> Case | None:
-        painter = self.painter
-        painter.start(calm=True)
-        painter.put_emoji(which, [], 100, 220)
-        return self.one([painter.done("things")], [self.asker.emoji_what])
+    def emoji(self) -> Case | None:
+        self.painter.start(calm=True)
+        self.painter.put_emoji(self.r.randrange(len(self.painter.emoji)), [], 100, 220)
+        return self.about([self.painter.done("things")], [self.asker.emoji_what])
 
-    def bars(self, tallest: bool) -> Case | None:
-        picture = self.painter.bars()
-        values = sorted(item.value for item in picture.items)
-        if not 3 <= len(values) <= 5 or values[-1] - values[-2] <= picture.about["top"] * 0.03:
-            return None
-        if tallest:
-            best = max(picture.items, key=lambda item: item.value)
-            return [picture], "Which bar is the tallest? Answer in one word.", best.text
+    def bars(self) -> Iterator[tuple[str, Case]]:
+        """Which bar is the tallest, and the value of one."""
+        while True:
+            picture = self.painter.bars()
+            values = sorted(item.value for item in picture.items)
+            if 3 <= len(values) <= 5 and values[-1] - values[-2] > picture.about["top"] * 0.03:
+                break
+        best = max(picture.items, key=lambda item: item.value)
         item = self.r.choice(picture.items)
         ask = f"What is the value of {item.text} in the picture? Answer with a number."
-        return [picture], ask, f"{item.value:g}"
+        yield (
+            "bars: tallest",
+            ([picture], "Which bar is the tallest? Answer in one word.", best.text),
+        )
+        yield "bars: value within 10 %", ([picture], ask, f"{item.value:g}")
 
     def decision(self) -> Case | None:
         picture = self.r.choice([self.painter.shapes, self.painter.emojis])()
-        case = self.one([picture], [self.asker.is_there])
+        case = self.about([picture], [self.asker.is_there])
         return case if case and case[2] in ("Yes", "No") else None
 
 
-def kinds(q: Questions, each: int) -> Iterator[tuple[str, Callable[[int], Case | None], int]]:
-    """Name, what makes the i-th case (or none, then again), and how many."""
-    a = q.asker
-    for name, asks in (
-        ("attributes", [a.color_of, a.shape_of, a.size_of, a.background]),
-        ("counts", [a.count_all, a.count_some]),
-        ("places", [a.where, a.at_place]),
-        ("comparisons", [a.compare, a.extreme]),
-    ):
-        yield f"{name}, 1 picture", lambda i, asks=asks: q.scenes(asks, 1), each  # type: ignore[misc]
-        yield f"{name}, 2 to 4 pictures", lambda i, asks=asks: q.scenes(asks, 2 + i % 3), each // 2  # type: ignore[misc]
-    yield "which of four", lambda i: q.which(), each
-    yield "words of 3 to 8 letters", lambda i: q.line("word"), each
-    yield "prices", lambda i: q.line("price"), each // 2
-    yield "emoji", lambda i: q.emoji(i * 7 % len(q.painter.emoji)), each * 3
-    yield "bars: tallest", lambda i: q.bars(True), each
-    yield "bars: value within 10 %", lambda i: q.bars(False), each
+def several(make: Callable[[], Case | None], count: int) -> Iterator[Case]:
+    """So many different questions, or fewer where there are no more to ask."""
+    asked: set[str] = set()
+    for _ in range(200):
+        case = make()
+        if case and (len(case[0]) == 1 or case[1] not in asked):
+            asked.add(case[1])
+            yield case
+            count -= 1
+        if not count:
+            return
+
+
+def cases(q: Questions, each: int) -> Iterator[tuple[str, Case]]:
+    for i in range(each):
+        yield from q.scenes(1, 2)
+        yield from (
+            ("words of 3 to 8 letters", case) for case in several(lambda: q.line("word"), 1)
+        )
+        yield from (("emoji", case) for case in several(q.emoji, 3))
+        yield from q.bars()
+        if i % 2:
+            yield from (("prices", case) for case in several(lambda: q.line("price"), 1))
+            yield from q.scenes(2 + i // 2 % 3, 2)
+            yield from (("which of four", case) for case in q.which(4))
 
 
 def messages(pictures: list[Picture], question: str) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = [{"type": "image", "image": p.image} for p in pictures]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
-
-
-def case_of(make: Callable[[int], Case | None], i: int) -> Case:
-    while (case := make(i)) is None:
-        pass
-    return case
 
 
 def right(name: str, wanted: str, got: str) -> bool:
@@ -138,19 +158,19 @@ def right(name: str, wanted: str, got: str) -> bool:
     return number is not None and abs(float(number[0]) - float(wanted)) <= 0.1 * float(wanted)
 
 
-def seen(vlm: ks.VLM, assets: Path, each: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    q = Questions(assets, seed)
-    for name, make, count in kinds(q, each):
-        score, wrong = 0, []
-        for i in range(count):
-            pictures, question, wanted = case_of(make, i)
-            got = vlm.chat(messages(pictures, question), max_new_tokens=40).text.strip()
-            if right(name, wanted, got):
-                score += 1
-            elif len(wrong) < 3:
-                wrong.append({"question": question, "wanted": wanted, "answer": got})
-        share = round(score / count, 3)
-        yield name, {"right": score, "of": count, "share": share, "wrong": wrong}
+def seen(vlm: ks.VLM, assets: Path, each: int, seed: int) -> Iterator[dict[str, Any]]:
+    """What was found so far, after each answer."""
+    found: dict[str, Any] = {}
+    for name, (pictures, question, wanted) in cases(Questions(assets, seed), each):
+        here = found.setdefault(name, {"right": 0, "of": 0, "share": 0.0, "wrong": []})
+        got = vlm.chat(messages(pictures, question), max_new_tokens=40).text.strip()
+        hit = right(name, wanted, got)
+        here["right"] += hit
+        here["of"] += 1
+        here["share"] = round(here["right"] / here["of"], 3)
+        if not hit:
+            here["wrong"].append({"question": question, "wanted": wanted, "answer": got})
+        yield found
 
 
 @torch.inference_mode()
@@ -159,8 +179,7 @@ def decisions(vlm: ks.VLM, assets: Path, count: int, seed: int) -> dict[str, Any
     q = Questions(assets, seed)
     ids = [vlm.processor.tokenizer.encode(w, add_special_tokens=False)[0] for w in ("Yes", "No")]
     sure, hits = [], []
-    for i in range(count):
-        pictures, question, wanted = case_of(lambda i: q.decision(), i)
+    for pictures, question, wanted in several(q.decision, count):
         said = messages(pictures, question)
         prompt = vlm.processor.apply_chat_template(said, add_generation_prompt=True)
         images = [p.image for p in pictures]
@@ -186,7 +205,7 @@ def decisions(vlm: ks.VLM, assets: Path, count: int, seed: int) -> dict[str, Any
 def first_tokens(vlm: ks.VLM) -> dict[str, Any]:
     """Seconds to the first token of a first and a second question about one picture."""
     first, second = [], []
-    for i in range(7):
+    for i in range(5):
         image = Image.new("RGB", (448, 448), "white")
         ImageDraw.Draw(image).ellipse((100 + i, 100, 300, 300), fill="red")
         picture = Picture(image, "shapes", [], "white", None)
@@ -206,19 +225,27 @@ def first_tokens(vlm: ks.VLM) -> dict[str, Any]:
 
 def plain(vlm: ks.VLM, tokens: int) -> dict[str, Any]:
     """Fifty questions without a picture, beside SmolLM2 without adapter and eyes."""
-    ours = [vlm.chat([{"role": "user", "content": q}], max_new_tokens=tokens).text for q in PLAIN]
-    model = vlm.model
+    model, processor = vlm.model, vlm.processor
+    prompts = [
+        processor.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True)
+        for q in PLAIN
+    ]
+    inputs = processor.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+
+    def answers() -> list[str]:
+        out = model.generate(**inputs, max_new_tokens=tokens)
+        rows = out[:, inputs["input_ids"].shape[1] :]
+        found: list[str] = processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return found
+
+    ours = answers()
     weights = smol.text_weights(smol.installed())
     rows = weights.pop("model.embed_tokens.weight")
     text = model.model.text_model
-    text.load_state_dict(
-        {name.removeprefix("model."): w for name, w in weights.items()}, strict=False
-    )
-    text.embed_tokens.weight.data[: len(rows)] = rows
-    with ks.wrap(model, vlm.processor) as own:
-        theirs = [
-            own.chat([{"role": "user", "content": q}], max_new_tokens=tokens).text for q in PLAIN
-        ]
+    text.load_state_dict({n.removeprefix("model."): w for n, w in weights.items()}, strict=False)
+    with torch.no_grad():
+        text.embed_tokens.weight[: len(rows)] = rows
+    theirs = answers()
     pairs = list(zip(PLAIN, ours, theirs, strict=True))
 
     def overlap(a: str, b: str) -> float:
@@ -279,25 +306,24 @@ def into_readme(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("assets", type=Path)
-    parser.add_argument("--each", type=int, default=20, help="Questions of a kind.")
+    parser.add_argument("--each", type=int, default=8, help="Rounds of questions.")
     parser.add_argument("--seed", type=int, default=1000)
     args = parser.parse_args()
     random.seed(0)
     with ks.load(loading.DEMO_SMOL) as vlm:
         results: dict[str, Any] = {"seed": args.seed, "first_tokens": first_tokens(vlm), "seen": {}}
-        for name, found in seen(vlm, args.assets, args.each, args.seed):
-            results["seen"][name] = found
+        for found in seen(vlm, args.assets, args.each, args.seed):
+            results["seen"] = found
             save(results)
-            print(f"{name}: {found['right']} of {found['of']}", flush=True)
-        results["decisions"] = decisions(vlm, args.assets, 2 * args.each, args.seed + 1)
+        results["decisions"] = decisions(vlm, args.assets, 3 * args.each, args.seed + 1)
         save(results)
-        results["plain"] = plain(vlm, 24)
+        results["plain"] = plain(vlm, 16)
         save(results)
     into_readme(results)
 
 
 def save(results: dict[str, Any]) -> None:
-    """After each kind, so that a run that is stopped has not been for nothing."""
+    """After each answer, so that a run that is stopped has not been for nothing."""
     text = json.dumps(results, indent=1, ensure_ascii=False)
     (HERE / "results.json").write_text(f"{text}\n")
 
