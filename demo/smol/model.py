@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from demo.smol.draw import CHARS, COLOR_NAMES, GRID, KINDS, LONGEST, PATCH
-from keepsight.demo.smol import NEW_TOKENS, text_weights
+from keepsight.models.demo_smol import NEW_TOKENS, text_weights
 
 WIDE, HEADS, DEEP, INNER = 384, 6, 7, 1152
 CELL = 4  # patches a side that the connector joins into one token

@@ -24,9 +24,9 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from keepsight import digests
-from keepsight.demo import smol
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
+from keepsight.models import demo_smol
 from keepsight.models.partial_processor import partial_processor
 from keepsight.models.silence import without_short_bars
 from keepsight.system.words import check_dtype
@@ -42,7 +42,7 @@ def model_path(name: str) -> str:
     if name in DEMO:
         return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
     if name == DEMO_SMOL:
-        return str(smol.folder())
+        return str(demo_smol.folder())
     near = difflib.get_close_matches(name, [*DEMO, DEMO_SMOL], n=1, cutoff=0.7)
     if near and not os.path.exists(name):
         raise InputError(f"no model {name!r}: there is no such folder; did you mean {near[0]}?")

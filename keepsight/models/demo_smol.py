@@ -25,7 +25,7 @@ from keepsight.errors import MissingExtra, ModelError
 from keepsight.models.silence import without_notes
 from keepsight.system.units import bytes_text
 
-SHIPPED = Path(__file__).parent / "models" / "demo-smol"
+SHIPPED = Path(__file__).parents[1] / "demo" / "models" / "demo-smol"
 PARTS = ("tower.safetensors", "adapter.safetensors")
 NEW_TOKENS = ("<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>")
 ROOM = 320 << 20  # bytes that the folder takes
