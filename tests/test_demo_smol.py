@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import keepsight as ks
@@ -104,11 +105,13 @@ def test_without_room_nothing_is_left(
     assert "it takes 320.0 MiB" in said and "XDG_CACHE_HOME" in said
 
     def full(weights: Path) -> Any:  # as a disk is that fills up meanwhile
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(smol, "merged", full)
     monkeypatch.setattr(smol, "tokenizer_of", lambda path: "{}")
-    assert "No space left on device; it takes" in refusal(ModelError)
+    left = cache / f"{smol.cache_folder().name}.part"
+    left.mkdir()  # of a process that was killed
+    assert "No space left on device (os error 28); it takes" in refusal(ModelError)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
     monkeypatch.setenv("XDG_CACHE_HOME", str(site / WHEEL))  # a file
     assert "cannot be made in" in refusal(ModelError)

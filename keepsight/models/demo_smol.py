@@ -11,18 +11,19 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from keepsight.errors import MissingExtra, ModelError
 from keepsight.models.silence import without_notes
+from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
 
 SHIPPED = Path(__file__).parents[1] / "demo" / "models" / "demo-smol"
@@ -53,10 +54,11 @@ def folder() -> Path:
         with FileLock(f"{made}.lock"):
             if not made.is_dir():
                 _make(weights, made)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ModelError(
-            f"demo-smol cannot be made in {made.parent}: {error.strerror or error}; it takes "
-            f"{bytes_text(ROOM)}, and XDG_CACHE_HOME names another cache folder"
+            f"demo-smol cannot be made in {made.parent}: {why}; it takes {bytes_text(ROOM)}, and "
+            "XDG_CACHE_HOME names another cache folder"
         ) from error
     return made
 
@@ -66,7 +68,7 @@ def cache_folder() -> Path:
     eyes = hashlib.sha256()
     for file in sorted(SHIPPED.iterdir()):
         eyes.update(file.name.encode() + file.read_bytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return home / "keepsight" / f"demo-smol-{eyes.hexdigest()[:12]}"
 
 
@@ -97,16 +99,19 @@ def _make(weights: Path, made: Path) -> None:
     free = shutil.disk_usage(made.parent).free
     if free < ROOM:
         raise OSError(f"only {bytes_text(free)} are free")
-    with tempfile.TemporaryDirectory(dir=made.parent, ignore_cleanup_errors=True) as beside:
-        new = Path(beside) / "model"
-        new.mkdir()
+    beside = made.with_name(f"{made.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+    try:
+        beside.mkdir()
         for file in SHIPPED.iterdir():
             if file.name not in PARTS:
-                shutil.copy(file, new)
-        (new / "tokenizer.json").write_text(tokenizer_of(weights), encoding="utf-8")
+                shutil.copy(file, beside)
+        (beside / "tokenizer.json").write_text(tokenizer_of(weights), encoding="utf-8")
         whole = {name: value.half() for name, value in merged(weights).items()}
-        save_file(whole, new / "model.safetensors", metadata={"format": "pt"})
-        new.rename(made)
+        save_file(whole, beside / "model.safetensors", metadata={"format": "pt"})
+        beside.rename(made)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def tokenizer_of(weights: Path) -> str:
