@@ -272,7 +272,7 @@ WANTED = {
 
 
 def table(results: dict[str, Any]) -> str:
-    """What the README shows of `results.json`."""
+    """What the README shows of `results.json`, also of a run that was stopped."""
     rows = ["| held out | wanted | reached | missed by |", "|---|---|---|---|"]
 
     def row(name: str, wanted: float, found: dict[str, Any]) -> str:
@@ -282,17 +282,18 @@ def table(results: dict[str, Any]) -> str:
 
     for name, found in results["seen"].items():
         rows.append(row(name, WANTED[name.split(",")[0]], found))
-    decided, speed, said = results["decisions"], results["first_tokens"], results["plain"]
-    rows.append(row("decisions, yes or no", 0.95, decided))
-    error = decided["calibration_error"]
-    off = f"{error - 0.1:.2f}" if error > 0.1 else "reached"
-    rows.append(f"| their expected calibration error | 0.1 | {error:.2f} | {off} |")
+    speed = results["first_tokens"]
     times = f"{speed['ratio']:.1f}x ({speed['first_s']:.2f} s, then {speed['second_s']:.2f} s)"
     behind = "reached" if speed["ratio"] >= 5 else f"{5 - speed['ratio']:.1f}x"
     rows.append(f"| first token of a second question, sooner by | 5x | {times} | {behind} |")
-    rows.append(
-        f"| plain questions, word for word as SmolLM2 ({said['tokens']} tokens) | | {said['equal']} of {said['of']} | |"
-    )
+    if decided := results.get("decisions"):
+        rows.append(row("decisions, yes or no", 0.95, decided))
+        error = decided["calibration_error"]
+        off = f"{error - 0.1:.2f}" if error > 0.1 else "reached"
+        rows.append(f"| their expected calibration error | 0.1 | {error:.2f} | {off} |")
+    if said := results.get("plain"):
+        what = f"plain questions, the first {said['tokens']} tokens those of SmolLM2"
+        rows.append(f"| {what} | as good | {said['equal']} of {said['of']} | |")
     return "\n".join(rows)
 
 
