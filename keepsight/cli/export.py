@@ -34,7 +34,8 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="The new folder.", show_default=False)],
     named: Named = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
+        str | None,
+        typer.Option("--model", "-m", help="demo, demo-hybrid, demo-smol, a folder, or a hub id."),
     ] = None,
     runtime: Annotated[
         str, typer.Option("--format", help="onnx (ONNX Runtime) or openvino.")

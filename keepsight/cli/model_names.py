@@ -14,7 +14,7 @@ from pathlib import Path
 from keepsight.errors import InputError
 from keepsight.system.places import expanded
 
-DEMO_NAMES = ("demo", "demo-hybrid")
+DEMO_NAMES = ("demo", "demo-hybrid", "demo-smol")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -49,7 +49,9 @@ def refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | Non
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
 SomeModel = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="demo (the default), demo-hybrid, a folder, or a hub id."),
+    typer.Option(
+        "--model", "-m", help="demo (the default), demo-hybrid, demo-smol, a folder, or a hub id."
+    ),
 ]
 Images = Annotated[
     list[str] | None, typer.Option("--image", "-i", help="File, URL or .sight; repeatable.")

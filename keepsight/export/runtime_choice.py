@@ -63,7 +63,7 @@ def load(
     tell: Tell = logger.info,
     **options: Unpack[Wrapping],
 ) -> VLM:
-    """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
+    """A model by name: `"demo"`, `"demo-hybrid"`, `"demo-smol"`, a folder, or a hub id.
 
     With `vision=False` the vision tower is left out: its weights take no memory, and all images
     must come from packages or from a store that has them. Further options are those of `wrap`. A

@@ -26,12 +26,14 @@ from transformers import AutoModelForDecision, AutoModelForImageTextToText, PreT
 from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
+from keepsight.models import demo_smol
 from keepsight.models.deciding import has_head
 from keepsight.models.partial_processor import partial_processor
 from keepsight.models.silence import without_short_bars
 from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
+DEMO_SMOL = "demo-smol"
 _UNKNOWN_TYPE = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+)Config'>")
 Rows = list[list[str | int | None]]  # per file: name, size, times and inode
 
@@ -40,7 +42,9 @@ def model_path(name: str) -> str:
     """The folder of a demo model, or the name unchanged (a folder or a hub id)."""
     if name in DEMO:
         return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
-    near = difflib.get_close_matches(name, DEMO, n=1, cutoff=0.7)
+    if name == DEMO_SMOL:
+        return str(demo_smol.folder())
+    near = difflib.get_close_matches(name, [*DEMO, DEMO_SMOL], n=1, cutoff=0.7)
     if near and not os.path.exists(name):
         raise InputError(f"no model {name!r}: there is no such folder; did you mean {near[0]}?")
     return os.path.expanduser(name) if name.startswith("~") else name

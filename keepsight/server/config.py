@@ -155,7 +155,9 @@ class StrictSettings(BaseModel):
 class ModelSettings(StrictSettings):
     """The options of the model, as `load` takes them; null leaves the choice to `load`."""
 
-    model: str | None = Field(None, description="demo, demo-hybrid, a folder, or a hub id.")
+    model: str | None = Field(
+        None, description="demo, demo-hybrid, demo-smol, a folder, or a hub id."
+    )
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16.")
     device_map: str | None = Field(None, description="Where the model goes: cpu, cuda, auto.")
     runtime: str | None = Field(
