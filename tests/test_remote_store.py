@@ -478,12 +478,25 @@ def tower(store: Any) -> None:
 
 
 def test_nothing_is_written_before_what_it_stands_on(store: RemoteStore) -> None:
-    Line.delay = staticmethod(lambda asked, path: 0.05 * (f"{KEYS[1]}." in path))
+    gate = threading.Event()
+
+    def delay(asked: str, path: str) -> float:
+        """One is slow; another keeps the writer busy until all are handed over."""
+        if f"{KEYS[5]}." in path:
+            gate.wait(20)
+        return 0.05 * (f"{KEYS[1]}." in path)
+
+    Line.delay = staticmethod(delay)
+    put(store, 5, About(), "snapshot")
+    opened = threading.Timer(0.2, gate.set)
+    opened.start()
     tower(store)
+    opened.join()
     placed = [
         layout.parse(path.removeprefix(raw(""))) for asked, path in Line.names if asked == "mv"
     ]
     order = [(place.kind, KEYS.index(place.key)) for place in placed if place is not None]
+    order.remove(("snapshot", 5))
     before = order.index
     assert sorted(order) == sorted(set(order)) and len(order) == 6
     assert before(("snapshot", 1)) < before(("snapshot", 2)) < before(("snapshot", 3))
