@@ -313,6 +313,10 @@ def test_completions_of_a_given_form(server: Live) -> None:
     assert {choice["text"] for choice in found["choices"]} <= {"crimson", "azure"}
     status, found, _ = server.call("/v1/completions", asked | {"guided_choice": []})
     assert (status, found["error"]["param"]) == (400, "guided_choice")
+    status, found, _ = server.call(
+        "/v1/completions", {"prompt": "It is", "response_format": {"type": "json_object"}}
+    )
+    assert (status, found["error"]["param"]) == (400, "response_format")
 
 
 def test_completions_of_the_openai_client(server: Live, vlm: ks.VLM) -> None:

@@ -54,6 +54,7 @@ class CompletionRequest(AnswerOptions):
         "suffix": "answers only go on behind a prompt",
         "n": "one answer is given to each prompt; send the prompt several times",
         "prompt_logprobs": "send echo and logprobs",
+        "response_format": "send structured_outputs, or a field such as guided_json",
     }
 
     prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=MOST_PROMPTS)]
