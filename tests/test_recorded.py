@@ -17,6 +17,7 @@ from keepsight.core.decoding import forward, recorded
 from keepsight.core.decoding.forward import LanguageModel
 from keepsight.core.kernels import flash
 from keepsight.core.kernels.attention import _plain
+from keepsight.core.kernels.layers import is_quiet
 from keepsight.core.trials.any_cut import AnyCut
 
 
@@ -70,10 +71,14 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded._Recording, "record", record)
     monkeypatch.setattr(recorded, "_shared_memory", lambda device: None)
     monkeypatch.setattr(forward, "_DEVICE", "cpu")
-    monkeypatch.setattr(recorded.RecordedPasses, "can", staticmethod(lambda model, shape: True))
+    monkeypatch.setattr(recorded.RecordedPasses, "can", staticmethod(quiet))
     monkeypatch.setattr(recorded, "_LEAST", 64)
     find = AnyCut._why_not
     monkeypatch.setattr(AnyCut, "_why_not", lambda self, e: find(self, e) or "as on an accelerator")
+
+
+def quiet(model: Any, shape: Any) -> bool:
+    return is_quiet(list(model.modules()))
 
 
 def conversation() -> list[list[Any]]:
@@ -139,3 +144,25 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.Monke
     with ks.wrap(model, processor) as vlm:
         assert vlm.chat(conversation()[0], max_new_tokens=6, do_sample=False).tokens == wanted
         assert decoder_of(vlm).recorder is None
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_what_is_attached_or_changed_later_is_not_passed_by() -> None:
+    """A recording runs no Python: a hook must end it, and changed weights must reach it."""
+    model, processor = build("qwen3_vl")
+    asked, heard = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}, list[int]()
+    last = model.model.language_model.layers[-1]
+    with ks.wrap(model, processor) as vlm:
+        plain = vlm.chat(conversation()[0], **asked).tokens
+        assert decoder_of(vlm).recorder is not None
+        handle = last.register_forward_hook(lambda *of: heard.append(1))
+        assert vlm.chat(conversation()[0], **asked).tokens == plain
+        assert len(heard) >= 8 and decoder_of(vlm).recorder is None
+        handle.remove()
+        assert vlm.chat(conversation()[1], **asked).tokens
+        assert decoder_of(vlm).recorder is not None
+        with torch.no_grad():
+            last.mlp.down_proj.weight.mul_(-3.0)
+        changed = vlm.chat(conversation()[0], **asked).tokens
+    with ks.wrap(model, processor) as vlm:
+        assert vlm.chat(conversation()[0], **asked).tokens == changed != plain
