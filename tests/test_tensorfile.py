@@ -208,10 +208,10 @@ LIES: dict[str, tuple[dict[str, Any], bytes, str]] = {
 def test_headers_that_lie_under_seals_that_hold(tmp_path: Path, lie: str) -> None:
     entries, data, reason = LIES[lie]
     path = sealed(tmp_path / "x.sight", entries, data)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(DamagedFile, match=reason):
         tensorfile.read(path, "test", 1)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_sealed_file_without_a_lie_is_read(tmp_path: Path) -> None:
