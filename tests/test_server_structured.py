@@ -62,7 +62,7 @@ def hurry() -> dict[str, float]:
 
 
 def sent(server: Live, **body: Any) -> dict[str, Any]:
-    status, answer, headers = server.chat({"messages": [USER], "max_tokens": 600, **body})
+    status, answer, headers = server.chat({"messages": [USER], "max_tokens": 600, "seed": 1, **body})
     assert status == 200 and "x-keepsight-unused" not in headers, answer
     choice: dict[str, Any] = answer["choices"][0]
     return choice
@@ -92,12 +92,13 @@ def test_a_call_that_has_to_come_comes(server: Live, hurry: dict[str, float]) ->
 
 def test_it_comes_in_a_stream_and_as_an_item(server: Live) -> None:
     body = {"messages": [USER], "tools": [tool("go")], "tool_choice": NAMED, "max_tokens": 600}
+    body["seed"] = 1
     chunks = server.events("/v1/chat/completions", {"model": "demo", **body, "stream": True})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk != "[DONE]"]
     [call] = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
     jsonschema.validate(json.loads(call["arguments"]), PLACE)
     flat = {"type": "function", "name": "go", "parameters": PLACE}
-    asked = {"model": "demo", "input": "x", "tools": [flat], "max_output_tokens": 600}
+    asked = {"model": "demo", "input": "x", "tools": [flat], "max_output_tokens": 600, "seed": 1}
     for choice in ("required", {"type": "function", "name": "go"}):
         answer = server.call("/v1/responses", {**asked, "tool_choice": choice})[1]
         item = answer["output"][0]

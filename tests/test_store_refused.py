@@ -454,7 +454,7 @@ def test_answers_stay_right_while_a_store_vanishes_and_comes_back(
         assert answers() == wanted and vlm.stats()["features"]["encoded"] == before
         with contextlib.suppress(StoreError):  # of what was lost meanwhile
             vlm.flush()
-        assert vlm.stats()["store"]["entries"] == entries
+        assert vlm.stats()["store"]["entries"] >= entries
 
 
 @pytest.mark.parametrize("lost", [False, True])
