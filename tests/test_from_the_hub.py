@@ -15,46 +15,41 @@ _LOOK = """
 import json, sys
 import keepsight as ks
 from keepsight import digests
-
-name, store, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-hashed, digest = [], digests.weight_digest
-digests.weight_digest = lambda weight: hashed.append(weight) or digest(weight)
-with ks.load(name, store=store, dtype="float32", **options) as vlm:
-    engine, weights = vlm.stats()["engine"], vlm.runtime.weights.all
-    print(json.dumps([weights, engine["packed_bytes"], len(hashed)]))
-"""
-_NOTED = """
-import sys
-import keepsight as ks
 from keepsight.models.loading import files_digest
 from PIL import Image
 
-with ks.load(sys.argv[1]) as vlm:
-    print(vlm.encode(Image.new("RGB", (64, 64))).about["commit"])
-print(len(files_digest(sys.argv[1], "float32", None, every=True)))
+hashed, digest = [], digests.weight_digest
+digests.weight_digest = lambda weight: hashed.append(weight) or digest(weight)
+for name, store, options in json.loads(sys.argv[1]):
+    hashed.clear()
+    with ks.load(name, store=store, dtype="float32", **options) as vlm:
+        about = vlm.encode(Image.new("RGB", (64, 64))).about
+        found = [vlm.runtime.weights.all, vlm.stats()["engine"]["packed_bytes"], len(hashed)]
+    print(json.dumps([*found, about.get("commit"), files_digest(name, "float32", every=True)]))
 """
 
 
 def test_weights_are_packed_and_hashed_once_per_commit(tmp_path: Path) -> None:
-    def load(name: str = NAME, store: str = "store", **options: Any) -> tuple[str, int, int]:
-        words = ("-c", _LOOK, name, str(tmp_path / store), json.dumps(options))
-        weights, packed, hashed = json.loads(run_offline(tmp_path, *words))
-        return weights, packed, hashed
+    def load(*asked: tuple[str, str, dict[str, str]]) -> list[tuple[Any, ...]]:
+        words = [[name, str(tmp_path / store), options] for name, store, options in asked]
+        lines = run_offline(tmp_path, "-c", _LOOK, json.dumps(words)).splitlines()
+        return [tuple(json.loads(line)) for line in lines]
 
+    hub: tuple[str, str, dict[str, str]] = (NAME, "store", {})
     cached(tmp_path, "a" * 40)
-    assert run_offline(tmp_path, "-c", _NOTED, NAME).split() == ["a" * 40, "64"]
-    first = load()
-    assert first == load("demo", "another store") and first[1]
-    again = load()
+    first, folder = load(hub, ("demo", "another store", {}))
+    assert first[:3] == folder[:3] and first[1]
+    assert first[3] == "a" * 40 and len(first[4]) == 64
+    [again] = load(hub)
     assert again[:2] == first[:2] and again[2] < first[2] / 10
     file = cached(tmp_path, "b" * 40) / "model.safetensors"
     save_file({name: w + 1 for name, w in load_file(file).items()}, file, {"format": "pt"})
-    later = load()
+    later, earlier = load(hub, (NAME, "store", {"revision": "a" * 40}))
     assert later[0] != first[0] and later[2] == first[2]
-    assert load()[0] == later[0]
-    assert load(revision="a" * 40) == again
+    assert earlier[:3] == again[:3]
     save_file({name: w + 2 for name, w in load_file(file).items()}, file, {"format": "pt"})
-    assert load()[0] != later[0]  # edited in the cache
+    [edited] = load(hub)  # in the cache
+    assert edited[0] not in (first[0], later[0])
 
 
 def test_a_hub_id_is_a_model_as_the_first_word(tmp_path: Path) -> None:
