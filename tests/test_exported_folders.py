@@ -185,21 +185,7 @@ def test_a_record_changed_by_hand_is_noticed(folder: Path) -> None:
 
 NONSENSE: dict[str, Any] = {
     "runtime": ["torch", None, ["onnx"], {}],
-    "model_type": [None, 7, "", "a/b", "x" * 999],
-    "quantised": [8, "", "int8\x1b[2J", ["int8"]],
-    "appends": [None, 1, "yes"],
-    "weights": [
-        None,
-        {},
-        [],
-        {"all": "f" * 64},
-        {"all": 1, "vision": 2},
-        {"all": "x", "vision": ""},
-    ],
-    "most_patches": [0, -1, True, 1.5, "16384", 1e999],
-    "versions": [None, [], {"torch": 2}],
     "files": [None, [], {}, {"config.json": 3}, {"config.json": {"bytes": 1}}],
-    "deviation": [None, [], "none", {"logits": float("nan")}],
     "seal": [None, 3, "0" * 64],
     "surprise": [1],
 }
@@ -251,24 +237,6 @@ def test_paths_outside_the_folder_are_refused(folder: Path, name: str) -> None:
     file = {"bytes": 1, "digest": "0" * 64}
     sealed(folder, lambda told: told["files"].update({name: file}))
     with pytest.raises(DamagedFile, match="outside its folder"):
-        ks.load(folder)
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        {"bytes": -1, "digest": "0" * 64},
-        {"bytes": True, "digest": "0" * 64},
-        {"bytes": 1.0, "digest": "0" * 64},
-        {"bytes": 10**40, "digest": "0" * 64},
-        {"bytes": 1, "digest": "0" * 63},
-        {"bytes": 1, "digest": None},
-        {"bytes": 1, "digest": "0" * 64, "more": 1},
-    ],
-)
-def test_entries_of_files_have_to_make_sense(folder: Path, file: Any) -> None:
-    sealed(folder, lambda told: told["files"].update({"config.json": file}))
-    with pytest.raises(DamagedFile, match=r"entry of 'config\.json'"):
         ks.load(folder)
 
 

@@ -62,7 +62,9 @@ def hurry() -> dict[str, float]:
 
 
 def sent(server: Live, **body: Any) -> dict[str, Any]:
-    status, answer, headers = server.chat({"messages": [USER], "max_tokens": 600, "seed": 1, **body})
+    status, answer, headers = server.chat(
+        {"messages": [USER], "max_tokens": 600, "seed": 1, **body}
+    )
     assert status == 200 and "x-keepsight-unused" not in headers, answer
     choice: dict[str, Any] = answer["choices"][0]
     return choice
