@@ -1,4 +1,4 @@
-"""`keepsight demo`: four short acts in which a model remembers pictures. Nothing printed is canned.
+"""`keepsight demo`: five short acts in which a model remembers pictures. Nothing printed is canned.
 
 Every answer, time and exception comes from running the model, beside stock Transformers on the same
 model object. One thread is used throughout: the models are tiny, and other load on the machine then
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,16 +26,8 @@ from transformers import logging
 import keepsight as ks
 from keepsight.cli import show
 from keepsight.cli.terminal import table
-from keepsight.cli.tour_opening import opening
-from keepsight.cli.tour_stage import (
-    Ask,
-    Stage,
-    TurnTimes,
-    scenes_of,
-    script,
-    timed,
-    times,
-)
+from keepsight.cli.tour_speaking import speaking
+from keepsight.cli.tour_stage import Stage, TurnTimes, scenes_of, script, timed
 from keepsight.cli.tour_stock import (
     TOKENS,
     Outcome,
@@ -46,7 +37,6 @@ from keepsight.cli.tour_stock import (
     judge,
     question,
 )
-from keepsight.demo.scene import Scene
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Message
 from keepsight.store import DiskStore
@@ -54,10 +44,7 @@ from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
-    from keepsight.session import Session
     from keepsight.vlm import VLM
-
-_RUNS = 3  # runs whose medians the table of act 1 shows
 
 
 def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) -> None:
@@ -69,7 +56,7 @@ def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) ->
         stage = Stage(console, _own_folder(expanded(out)), scenes_of(seed))
         stage.draw()
         _opening(stage)
-        opening(stage)
+        speaking(stage)
         with ks.load("demo", dtype="float32", store="") as vlm:
             stock = StockSession(vlm.model, vlm.runtime.needed_processor())
             _conversation(stage, vlm, stock)
@@ -105,72 +92,40 @@ def _opening(stage: Stage) -> None:
     stage.say("Keepsight: look once, remember.", "bold")
     versions = f"torch {torch.__version__}, Transformers {transformers.__version__}"
     stage.say(f"{platform.machine()}, one thread, float32, {versions}", "dim")
-    about = (
-        "Two tiny models come with the package. They were trained on pictures of one coloured "
-        "shape, and what they say is what they see: ✓ is right, ✗ is wrong, with Keepsight and "
-        "without it alike. `keepsight bench` measures times at sizes that matter."
+    stage.explain(
+        "Nothing here is canned: every answer and every time is of a model that runs now. ✓ is "
+        "right, ✗ is wrong, with Keepsight and without it alike."
     )
-    stage.explain(about)
 
 
-# -- act 1 -------------------------------------------------------------------------------------
+# -- act 2 -------------------------------------------------------------------------------------
 
 
 def _conversation(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     stage.act(
-        "1  A conversation over several pictures",
-        "Each turn is answered by Keepsight, and by stock Transformers, which looks at all the "
-        "pictures and reads the whole conversation again.",
+        "2  A conversation over several pictures",
+        "Two tiny models come with the package. They were trained on pictures of one coloured "
+        "shape, and what they say is what they see. They are too small for times to say much: look "
+        "at words and tokens.",
     )
-    asks = script(stage.scenes)
-    _warm_up(stage, vlm, stock)
-    runs: list[list[TurnTimes]] = []
-    for number in range(_RUNS):
-        vlm.clear()
-        session, turns = vlm.session(), []
-        for ask, turn in _play(stage, session, stock, asks):
-            turns.append(turn)
-            if number == 0:
-                stage.turn(ask, turn)
-        if number == 0:
-            stage.made.append(session.save(stage.out / "conversation.keep"))
-        runs.append(turns)
-    stage.show(times(runs))
-    same = sum(turn.same for turns in runs for turn in turns)
-    total = _RUNS * len(asks)
-    stage.say(f"{same} of {total} answers are, word for word, those of stock Transformers.")
-
-
-def _warm_up(stage: Stage, vlm: VLM, stock: StockSession) -> None:
-    """Run both once: the first calls of a process have costs that belong to neither."""
-    path = stage.out / "pictures" / "warm-up.png"
-    Scene(random.Random(0), (112, 112)).draw().save(path)
-    vlm.ask(path, "Hello!")
-    stock.answer(stock.inputs([question("Hello!", [path])]))
-    path.unlink()
-
-
-def _play(
-    stage: Stage, session: Session, stock: StockSession, asks: Sequence[Ask]
-) -> Iterator[tuple[Ask, TurnTimes]]:
-    """The conversation, turn by turn, on both sides."""
-    messages: list[Message] = []
-    for ask in asks:
+    session, messages = vlm.session(), list[Message]()
+    for ask in script(stage.scenes):
         pictures = [stage.pictures[i] for i in ask.new]
         reply, ms = timed(session, ask.text, pictures)
         messages.append(question(ask.text, pictures))
         stock_ms = stock.first_token_ms(messages)
         heard = stock.answer(stock.inputs(messages))
         messages.append(answer(reply.text))
-        yield ask, TurnTimes(reply, ms, stock_ms, heard.text)
+        stage.turn(ask, pictures, TurnTimes(reply, ms, stock_ms, heard.text))
+    stage.made.append(session.save(stage.out / "conversation.keep"))
 
 
-# -- act 2 -------------------------------------------------------------------------------------
+# -- act 3 -------------------------------------------------------------------------------------
 
 
 def _one_more_picture(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     stage.act(
-        "2  Picture 1 is remembered, picture 2 is new",
+        "3  Picture 1 is remembered, picture 2 is new",
         "The same question to Keepsight with its memory, and to stock `generate` with the "
         "past_key_values of the first prompt, in every obvious way. Right means: the words and the "
         "logits of computing everything afresh.",
@@ -215,7 +170,7 @@ def _attempt(stage: Stage, outcome: Outcome) -> None:
     stage.verdict(who, outcome.text, outcome.verdict, outcome.right)
 
 
-# -- acts 3 and 4 ------------------------------------------------------------------------------
+# -- acts 4 and 5 ------------------------------------------------------------------------------
 
 
 def _package(stage: Stage, vlm: VLM) -> None:
@@ -223,14 +178,14 @@ def _package(stage: Stage, vlm: VLM) -> None:
     path = package.save(stage.out / "picture-1.sight")
     stage.made.append(path)
     stage.act(
-        "3  A package", f"What the model saw in one picture, as a file: keepsight show {path}"
+        "4  A package", f"What the model saw in one picture, as a file: keepsight show {path}"
     )
     stage.show(show.render(show.describe(path)))
 
 
 def _restart(stage: Stage) -> None:
     stage.act(
-        "4  A restart",
+        "5  A restart",
         "The other model (demo-hybrid: Qwen3.5, linear attention) answers here, remembers in a "
         "store, and is closed. Then a new process asks something else about the same pictures.",
     )
@@ -240,7 +195,7 @@ def _restart(stage: Stage) -> None:
     later = f"Which picture shows a {stage.scenes[1].name}?"
     with ks.load("demo-hybrid", dtype="float32", store=folder) as vlm:
         asked = script(stage.scenes)[0]
-        stage.show_pictures(asked.new)
+        stage.show_pictures(pictures)
         stage.exchange(asked.text, vlm.ask(pictures, asked.text), asked.truth)
         vlm.flush()
         stock = StockSession(vlm.model, vlm.runtime.needed_processor())

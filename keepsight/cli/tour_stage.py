@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from keepsight.cli.terminal import plain, share_bar, table, thumbnail
+from keepsight.cli.terminal import plain, share_bar, thumbnail
 from keepsight.cli.tour_page import PAGE
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import StoreError
@@ -38,7 +37,7 @@ _BAR = 18  # columns; together with the text beside it at most 80
 
 @dataclass(frozen=True)
 class Ask:
-    """One turn of the script: the question, its new pictures, and the right answer."""
+    """One turn of a script: the question, its new pictures, and what a right answer says."""
 
     text: str
     new: tuple[int, ...]
@@ -133,7 +132,7 @@ class Stage:
     def exchange(self, asked: str, reply: Reply, truth: str | None = None) -> None:
         """Print a question and its answer, with what was reused."""
         self.show(Text.assemble(("you    ", "bold cyan"), asked))
-        right = reply.text.strip() == truth
+        right = truth is not None and truth.lower() in reply.text.lower()
         mark = "" if truth is None else "✓ " if right else "✗ "
         self.show(
             Text.assemble(
@@ -146,22 +145,21 @@ class Stage:
         bar = share_bar(reply.report.cached_tokens, reply.report.prompt_tokens, _BAR)
         self.show(Text.assemble(_INDENT, bar, f" {reuse_of(reply)}"))
 
-    def turn(self, ask: Ask, turn: TurnTimes) -> None:
-        """Print one turn of the conversation, beside stock."""
-        if ask.new:
-            self.show_pictures(ask.new)
+    def turn(self, ask: Ask, new: Sequence[Path], turn: TurnTimes) -> None:
+        """Print one turn of a conversation, beside stock."""
+        if new:
+            self.show_pictures(new)
         self.exchange(ask.text, turn.reply, ask.truth)
         words = "the same words" if turn.same else f"OTHER words: {turn.stock_text}"
         stock = f"stock {turn.stock_ms:.0f} ms, {words}"
         self.say(f"{_INDENT}first token after {turn.ms:.0f} ms; {stock}\n", "dim")
 
-    def show_pictures(self, numbers: Sequence[int]) -> None:
+    def show_pictures(self, paths: Sequence[Path]) -> None:
         """Small pictures where there are colours; their names in any case."""
-        paths = [self.pictures[i] for i in numbers]
-        sizes = [f"{self.scenes[i].width}x{self.scenes[i].height}" for i in numbers]
-        names = [f"{path.name}, {size}" for path, size in zip(paths, sizes, strict=True)]
+        images = [Image.open(path) for path in paths]
+        names = [f"{p.name}, {i.width}x{i.height}" for p, i in zip(paths, images, strict=True)]
         row = Table.grid(padding=(0, 3))
-        row.add_row(" " * 4, *(thumbnail(Image.open(path)) for path in paths))
+        row.add_row(" " * 4, *map(thumbnail, images))
         for console in (self.console, self.recorder):
             if console.color_system is not None:
                 console.print(row)
@@ -218,26 +216,3 @@ def timed(
         first = first or 1e3 * (time.perf_counter() - start)
         pieces.append(piece)
     return Reply.of(pieces), first
-
-
-def times(runs: Sequence[Sequence[TurnTimes]]) -> Table:
-    """A table of tokens and times of each turn, as medians over the runs."""
-    right = ("prompt", "reused", "computed", "looked at", "first token", "stock", "ratio")
-    title = f"medians of {len(runs)} runs; time is from the question to the first token"
-    shown = table("turn", *right, right=right, title=title)
-    for number, turns in enumerate(zip(*runs, strict=True), 1):
-        ms = statistics.median(turn.ms for turn in turns)
-        stock = statistics.median(turn.stock_ms for turn in turns)
-        prompt = turns[0].reply.report.prompt_tokens
-        reused = round(statistics.median(turn.reply.report.cached_tokens for turn in turns))
-        encoded = round(statistics.median(turn.reply.usage.images_encoded for turn in turns))
-        tokens = (prompt, reused, prompt - reused)
-        looked = f"{encoded} of {turns[0].reply.usage.images}"
-        shown.add_row(
-            *map(str, (number, *tokens)),
-            looked,
-            f"{ms:.0f} ms",
-            f"{stock:.0f} ms",
-            f"{stock / ms:.1f}x",
-        )
-    return shown
