@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-newest test-clients test-mlx check bench docs clean
+.PHONY: demo test test-slow test-newest test-clients test-mlx check bench docs site clean
 
 # SmolLM2's weights, of which `demo-smol` is made: the package as it is, without what it would run them in.
 # Torchvision is for tests of videos only, in a folder of its own: it imports where its operators are
@@ -52,6 +52,12 @@ test-clients: $(VENV)/ready
 test-mlx: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-deps --target build/mlx mlx==0.32.4 mlx-cpu==0.32.4 mlx-vlm==0.7.10 mlx-lm==0.32.2
 	PYTHONPATH=build/mlx $(BIN)/python -m pytest -n 0 -rs tests/test_mlx.py
+
+# The docs as a site, in build/site.
+site: $(VENV)/ready
+	$(BIN)/pip install --quiet -r requirements-docs.txt -c constraints.txt
+	$(BIN)/python scripts/api_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,0 +1,24 @@
+"""The site: every page is in its contents, and pages made from code are those of this code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import api_page
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_every_page_is_in_the_contents() -> None:
+    nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = re.findall(r"([\w-]+\.md)$", nav, re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("name", ["api", "errors"])
+def test_pages_made_from_docstrings_are_of_this_code(name: str) -> None:
+    made = getattr(api_page, name)()
+    assert (DOCS / f"{name}.md").read_text("utf-8") == made, "run python scripts/api_page.py"
