@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from family_models.rarer import REFUSED
-from models import build, built
+from models import build, built, suite_of
 from support import FamilyTests
 
 import keepsight as ks
@@ -22,19 +22,9 @@ def test_others_are_refused_in_words(kind: str) -> None:
     assert "object" not in str(refused.value)
 
 
-class TestHyperclova(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("hyperclovax_vision_v2")
-
-
-class TestGlmga(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("glmga")
-
-
-class TestDeepseekHybrid(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("deepseek_vl_hybrid")
+TestHyperclova = suite_of("hyperclovax_vision_v2")
+TestGlmga = suite_of("glmga")
+TestDeepseekHybrid = suite_of("deepseek_vl_hybrid")
 
 
 @pytest.mark.slow  # its tower makes 257 tokens of the smallest picture
