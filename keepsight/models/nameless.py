@@ -1,4 +1,7 @@
-"""Numbers for objects that only this process knows, each constant while its object lives."""
+"""Numbers for objects that only this process knows: a hook, a function of a user, a compiled module.
+
+Each is constant while its object lives, and means nothing to any other process.
+"""
 
 from __future__ import annotations
 
