@@ -360,8 +360,6 @@ class MiniCpmV47(MiniCpmV):
 
     The position of a token follows from the sizes of all tiles before it and the marks between
     them. So the sizes of a picture's tiles are its grid.
-
-    A picture and its slices, with their sizes as its grid.
     """
 
     def preprocess(

@@ -28,8 +28,6 @@ class Gemma3(Family):
 
     Gemma 3 can add crops after an image ("pan and scan", off by default). No tensor says which rows
     are crops, so `generate` takes each for an image: the answers are equal, less is shared.
-
-    Every run of placeholders is one block, which is never cut.
     """
 
     sees_whole_media = True

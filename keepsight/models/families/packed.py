@@ -28,8 +28,6 @@ class PaddleOcrVL(Cast):
     `image_grid_thw` counts patches, and a token stands for a square of several. Qwen and GLM keep
     the size of the square on the tower; these keep it in the vision settings or beside each grid.
 
-    The vision settings say how many patches become one token.
-
     Most of these models cast pixels to the tower's dtype themselves, and Kimi's expects it done.
     """
 
@@ -78,8 +76,6 @@ class Ernie45VLMoe(PaddleOcrVL):
     medium, go to the vision experts. Transformers takes the routing from the processor; without it,
     all tokens silently go to the text experts. Here it is computed from the ids. A decoded token
     always goes to the text experts, as in Transformers' `generate`.
-
-    Passes the routing of each chunk's tokens to the model.
     """
 
     decodes_as_prefilled = False  # ids that frame a medium when they are decoded
@@ -113,8 +109,6 @@ class HunyuanVL(Family):
 
     All of them use the image's placeholder id, and their features come from the tower. Its rope has
     four axes; the first counts tokens as plain positions do.
-
-    Patches on a grid, with an extra token per row.
     """
 
     def _grid_tokens(self, grid: Grid) -> int | None:
@@ -139,8 +133,6 @@ class Lfm3Vl(Cast, QwenVL):
     """LFM3-VL: patches on a grid, and a tower that does not cast its pixels.
 
     Users of stock Transformers cast the processor's output; so does this family.
-
-    Images and videos in the dtype of the model.
     """
 
 
@@ -150,8 +142,6 @@ class Glm4v(QwenVL):
     Placeholders between the marks of a video belong to it: one run per time step, followed by its
     time in seconds. All others are images. Transformers counts all placeholders for both kinds, so
     a stock prompt cannot hold both. Here features of both are inserted together, in prompt order.
-
-    One placeholder for images and videos; marks tell them apart.
     """
 
     @property
@@ -178,8 +168,6 @@ class GlmImage(Family):
     model between calls. So it answers nothing here, and no prefix is remembered; stock `generate`
     gets features for the pictures to read. A processor's grids have an extra row per prompt, for
     the picture to draw.
-
-    Patches on a grid, one row of features for each.
     """
 
     packages_only = (

@@ -29,8 +29,6 @@ class InternVL(Family):
 
     A processor's packed output holds the tiles of all images in sequence; only the runs of
     placeholders tell where one image ends.
-
-    One run of placeholders is one image; its tiles go through the tower together.
     """
 
     def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
@@ -50,8 +48,6 @@ class GotOcr2(InternVL):
     """Families whose processor takes several pages for one image (GOT-OCR 2).
 
     Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
-
-    Tiled like InternVL; the text of an image depends on pages and on tokens per tile.
     """
 
     def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
@@ -79,8 +75,6 @@ class AyaVision(Family):
     processor's packed output holds the tiles of all images in sequence, without a tensor that says
     where an image ends. The prompt says it: a token closes each image. Without that token, each
     tile is taken for an image of its own: the answers are equal, less is shared.
-
-    An image is every run up to the token that closes it.
     """
 
     behind = 0  # tokens between a tile and the one that closes its image
@@ -189,8 +183,6 @@ class Llama4(AyaVision):
 
     The tower's output is stored in the tower's own width, and the model projects it in each forward
     pass. So the features are `last_hidden_state`, and nothing is pooled.
-
-    Tiles of unprojected features.
     """
 
     beside_the_tower = ("multi_modal_projector",)
@@ -233,8 +225,6 @@ class Step3p7(Family):
     Step 3.7 and DeepSeek-OCR 2. The whole views of all images are one tensor, the local views of
     all images another, and `num_local_patches` gives each image's number of them. An image's
     features are those of its local views, then those of the whole.
-
-    One whole view per image, and a number of local ones.
     """
 
     separators = 0  # tokens after the views of an image
