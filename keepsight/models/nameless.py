@@ -1,4 +1,4 @@
-"""Numbers for objects that only this process knows: a hook, a function of a user, a compiled module.
+"""Numbers for objects that only this process knows: hooks, a user's functions, compiled code.
 
 Each is constant while its object lives, and means nothing to any other process.
 """

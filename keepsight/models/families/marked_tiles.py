@@ -21,7 +21,7 @@ from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Grid, Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, parse_layout
+from keepsight.models.families.pixels import Pixels, Tensors, parse_layout
 
 if TYPE_CHECKING:
     from transformers import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
         ProcessorMixin,
     )
 
-
-Tensors = dict[str, torch.Tensor]
 Span = tuple[int, int]  # range of the placeholders of one tile
 
 

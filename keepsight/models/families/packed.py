@@ -17,7 +17,7 @@ from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedModel
 from keepsight.formats.package import Package
 from keepsight.kinds import Grid, Record
 from keepsight.models.families.base import Cast, Family
-from keepsight.models.families.pixels import Part, Pixels
+from keepsight.models.families.pixels import Part, Pixels, Tensors
 from keepsight.models.families.qwen_vl import QwenVL
 from keepsight.models.renamed import EncoderOutput
 
@@ -46,9 +46,7 @@ class VideoLlama3(PaddleOcrVL):
     def merge_size(self) -> int:
         return 1
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         media = super().split_tensors(tensors, rows)
         if not media:
             return []
@@ -88,14 +86,10 @@ class Ernie45VLMoe(PaddleOcrVL):
             routes[np.isin(ids, own)] = value
         return torch.from_numpy(routes)[None]
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         return {"moe_mm_token_type_ids": self._routes(ids[start:end])}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         inputs = super().prompt_inputs(ids, types, grids)
         return {**inputs, "moe_mm_token_type_ids": self._routes(ids)}
 
@@ -179,9 +173,7 @@ class GlmImage(Family):
         super().__init__(model)
         self._encoder_inputs = {"pixel_values", _GRIDS}
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """The pictures to read: the first grids of each prompt, as its placeholders need."""
         if tensors.get("pixel_values") is None:
             return []
@@ -199,7 +191,7 @@ class GlmImage(Family):
             given.pop(0)  # the picture to draw
         return super().split_tensors({**tensors, _GRIDS: torch.tensor(seen)}, rows)
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         """One row for each patch, where Transformers gives channels on a grid."""
         output = super().features_of(inputs)
         output.pooler_output = [picture.flatten(1).T for picture in output.pooler_output]

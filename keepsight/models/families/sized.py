@@ -16,7 +16,7 @@ from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Inputs, Options
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, parse_layout, with_sizes
+from keepsight.models.families.pixels import Pixels, Tensors, parse_layout, with_sizes
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -46,9 +46,7 @@ class LlavaNext(Family):
             tensors["batch_num_images"] = torch.tensor([2 if several else 1])
         return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split by image, each with its own tiles only."""
         given = with_sizes(tensors, "images", "tiles", "channels", "height", "width")
         if given is None:
@@ -66,7 +64,7 @@ class LlavaNext(Family):
             media.append(self._pixels({**part, "batch_num_images": among}, layout))
         return media
 
-    def _among(self, tensors: dict[str, torch.Tensor], images: int) -> list[int]:
+    def _among(self, tensors: Tensors, images: int) -> list[int]:
         """For each image, the number of images in its prompt, if the processor gives it."""
         given = tensors.get("batch_num_images")
         among = [1] * images if given is None else [n for n in given.tolist() for _ in range(n)]
@@ -93,7 +91,7 @@ class LlavaNext(Family):
         )
         return int(counts[0])
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pad each image to as many tiles as the largest has."""
         if not media:
             return {}
@@ -136,9 +134,7 @@ class Mistral3(Family):
         tensors = {name: torch.as_tensor(processed[name]) for name in names}
         return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split by image, each cropped to its own size."""
         given = with_sizes(tensors, "images", "channels", "height", "width")
         if given is None:
@@ -157,7 +153,7 @@ class Mistral3(Family):
             media.append(self._pixels(part, (width // cell,) * (height // cell)))
         return media
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Put each image into the upper left corner of the largest size."""
         if not media:
             return {}

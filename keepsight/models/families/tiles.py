@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.kinds import Decoded, Options, Record
 from keepsight.models.families.base import Cast, Family
-from keepsight.models.families.pixels import Part, Pixels, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout, rows_of
 from keepsight.models.renamed import EncoderOutput
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ class AyaVision(Family):
         spot = end + self.behind
         return int(row[spot]) if spot < len(row) else None
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         pixels = tensors.get("pixel_values")
         if pixels is None:
             return []
@@ -152,9 +150,7 @@ class Ovis2(AyaVision):
         """The last of the frame tokens; after an image of a single tile it is another one."""
         return int(self._frame[-1])
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split as for all framed tiles; frame tokens must belong to a prompt with an image."""
         for row in rows:
             framed = np.isin(row, self._frame.numpy()).any()
@@ -207,7 +203,7 @@ class Llama4(AyaVision):
         dtype: torch.dtype = self.core.vision_model.dtype
         return dtype
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         output = super().features_of(inputs)
         output.pooler_output = output.last_hidden_state
         return output
@@ -229,9 +225,7 @@ class Step3p7(Family):
 
     separators = 0  # tokens after the views of an image
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Each image's whole view, its local views and their number."""
         whole, local = tensors.get("pixel_values"), tensors.get("pixel_values_local")
         if whole is None:
@@ -256,7 +250,7 @@ class Step3p7(Family):
             media.append(self._pixels(part, (tokens,)))
         return media
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pack the pixels; only some images have local views."""
         names = sorted({name for medium in media for name in medium.tensors})
         return {n: torch.cat([m.tensors[n] for m in media if n in m.tensors]) for n in names}
