@@ -19,7 +19,7 @@ from keepsight.errors import PlaceholderMismatch, UnsupportedInput, UnsupportedM
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Decoded, Grid, Inputs, Options, Processor, Record
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Part, Pixels, Tensors
+from keepsight.models.families.pixels import Part, Pixels, Tensors, joined
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.renamed import EncoderOutput
 
@@ -107,8 +107,7 @@ class Mllama(Family):
             raise UnsupportedInput(f"{_MASK} does not match the places of the images")
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
-        names = media[0].tensors if media else {}
-        return {name: torch.cat([m.tensors[name] for m in media], dim=1) for name in names}
+        return joined(media, 1)
 
     def check_package(self, package: Package) -> None:
         width = self.feature_width() * self._tiles * self._patches

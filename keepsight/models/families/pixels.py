@@ -123,6 +123,23 @@ def features_in(
     return made
 
 
+def joined(media: Sequence[Pixels], axis: int = 0) -> Tensors:
+    """The tensors of all media in sequence, each filled with zeros to the size of the largest."""
+    names = media[0].tensors if media else {}
+    return {name: _in_sequence([m.tensors[name] for m in media], axis) for name in names}
+
+
+def _in_sequence(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    sizes = [max(lengths) for lengths in zip(*(part.shape for part in parts), strict=True)]
+    sizes[axis] = sum(part.shape[axis] for part in parts)
+    room, start = parts[0].new_zeros(sizes), 0
+    for part in parts:
+        place = [slice(length) for length in part.shape]
+        place[axis] = slice(start, start := start + part.shape[axis])
+        room[tuple(place)] = part
+    return room
+
+
 def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Some rows of features, in any of their forms."""
     return tensor.reshape(-1, tensor.shape[-1])[start:end]

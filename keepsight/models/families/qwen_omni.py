@@ -17,7 +17,7 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Clip, Grid, Options, Record
 from keepsight.models import upstream
-from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, Tensors, joined, parse_layout, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
 
 if TYPE_CHECKING:
@@ -111,15 +111,8 @@ class QwenOmni(QwenVL):
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pack each kind as the processor does; clips are padded to the longest."""
-        joined = super().join_pixels([m for m in media if m.modality != "audio"])
-        clips = [m.tensors for m in media if m.modality == "audio"]
-        if clips:
-            longest = max(clip[AUDIO[1]].shape[1] for clip in clips)
-            for name in AUDIO:
-                pad = torch.nn.functional.pad
-                parts = [pad(clip[name], (0, longest - clip[name].shape[-1])) for clip in clips]
-                joined[name] = torch.cat(parts)
-        return joined
+        clips = joined([medium for medium in media if medium.modality == "audio"])
+        return {**super().join_pixels([m for m in media if m.modality != "audio"]), **clips}
 
     def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         if AUDIO[0] not in inputs:

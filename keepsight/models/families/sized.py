@@ -16,7 +16,7 @@ from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Inputs, Options
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, Tensors, parse_layout, with_sizes
+from keepsight.models.families.pixels import Pixels, Tensors, joined, parse_layout, with_sizes
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -93,17 +93,10 @@ class LlavaNext(Family):
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pad each image to as many tiles as the largest has."""
-        if not media:
-            return {}
-        parts = [m.tensors["pixel_values"] for m in media]
-        most = max(part.shape[1] for part in parts)
-        filled = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
-        sizes = torch.cat([m.tensors["image_sizes"] for m in media])
-        joined = {"pixel_values": torch.cat(filled), "image_sizes": sizes}
-        if "batch_num_images" in self._encoder_inputs:
-            alone = int(media[0].tensors["batch_num_images"]) == 1
-            joined["batch_num_images"] = torch.tensor([1] * len(media) if alone else [len(media)])
-        return joined
+        packed = joined(media)
+        if media and int(packed.get("batch_num_images", torch.ones(1))[0]) > 1:
+            packed["batch_num_images"] = torch.tensor([len(media)])
+        return packed
 
 
 class Mistral3(Family):
@@ -155,12 +148,4 @@ class Mistral3(Family):
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Put each image into the upper left corner of the largest size."""
-        if not media:
-            return {}
-        parts = [m.tensors["pixel_values"] for m in media]
-        sizes = torch.cat([m.tensors["image_sizes"] for m in media])
-        height, width = sizes.max(0).values.tolist()
-        room = parts[0].new_zeros(len(parts), parts[0].shape[1], height, width)
-        for i, part in enumerate(parts):
-            room[i, :, : part.shape[2], : part.shape[3]] = part[0]
-        return {"pixel_values": room, "image_sizes": sizes}
+        return joined(media)
