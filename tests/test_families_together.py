@@ -186,10 +186,7 @@ class TestMllama(SameMedia):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        *("gemma3", "gemma3_crops", "gemma4", "gemma4_vision", "paligemma", "molmo2"),
-        "mllama",
-    ],
+    [*("gemma3", "gemma3_crops", "gemma4", "gemma4_vision", "paligemma", "molmo2"), "mllama"],
 )
 def test_verify_against_stock(kind: str) -> None:
     """One forward of stock from joined pixels, as anyone may check on a model of their own."""

@@ -295,10 +295,7 @@ class Describer:
     """One walk over values, which are described in words that are equal in every process."""
 
     def __init__(
-        self,
-        watch: Watch,
-        places: Mapping[int, str],
-        digest: Callable[[torch.Tensor], str],
+        self, watch: Watch, places: Mapping[int, str], digest: Callable[[torch.Tensor], str]
     ) -> None:
         self._watch, self._places, self._digest = watch, places, digest
         self._known: dict[int, tuple[object, Plain]] = {}
@@ -519,11 +516,7 @@ class _Differences:
     """The rows of one model. Everything that is read of its modules is held."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        stock: dict[str, _Stock],
-        describer: Describer,
-        watch: Watch,
+        self, model: PreTrainedModel, stock: dict[str, _Stock], describer: Describer, watch: Watch
     ) -> None:
         self._describer, self._exported = describer, hasattr(model, "exported")
         self.derived: list[Row] = []  # buffers whose dtype is not Transformers'

@@ -92,11 +92,7 @@ class Mllama(Family):
         return media
 
     def _check_mask(
-        self,
-        tensors: Tensors,
-        number: int,
-        row: np.ndarray,
-        grids: Sequence[Grid],
+        self, tensors: Tensors, number: int, row: np.ndarray, grids: Sequence[Grid]
     ) -> None:
         """What each token sees must follow from the places of the images."""
         given = tensors.get(_MASK)

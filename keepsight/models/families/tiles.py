@@ -54,10 +54,7 @@ class GotOcr2(InternVL):
         """One page through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(
-            processed,
-            0,
-            num_pages_per_batch=[1],
-            num_image_tokens=processor.num_image_tokens,
+            processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
         )
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(text, placeholder))
