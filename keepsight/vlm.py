@@ -57,7 +57,6 @@ from keepsight.models.families import family_of
 from keepsight.models.identity import Identity
 from keepsight.models.loadable import check_loadable
 from keepsight.models.narrow import narrow
-from keepsight.models.tested import newer_than_tested
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.question import user_turn
 from keepsight.prompt.render import Renderer
@@ -71,7 +70,7 @@ from keepsight.session.prepared import Prefix
 from keepsight.stock.generate import Generated, generate
 from keepsight.stock.inputs import stock_inputs
 from keepsight.stock.installed import INSTALLING, InstalledGenerate, installed_in
-from keepsight.stock.probe import settle, try_again
+from keepsight.stock.probe import settle
 from keepsight.stock.verify import Verification, verify
 from keepsight.system.places import expanded
 
@@ -218,8 +217,6 @@ class VLM:
         weights = Identity(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
-        elif newer_than_tested() and not family.packages_only:
-            try_again(model, family, processor, weights)
         renderer = None
         if processor is not None and not family.packages_only:
             renderer = Renderer(family, processor, chat_template)

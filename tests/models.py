@@ -17,6 +17,7 @@ import transformers
 from family_models import BUILDERS as _MORE
 from family_models import Builder
 from model_parts import MROPE, TEMPLATE, TEXT, TOKENS, picture, processor_of, tokenizer_with, wake
+from support import FamilyTests
 
 __all__ = [
     "ALL",
@@ -27,6 +28,7 @@ __all__ = [
     "picture",
     "saved",
     "stock_inputs",
+    "suite_of",
     "turn",
 ]
 
@@ -35,6 +37,11 @@ __all__ = [
 def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Model and processor of one family; the same weights each time."""
     return built(ALL[kind], dtype)
+
+
+def suite_of(kind: str, **own: Any) -> type[FamilyTests]:
+    """The suite for a family of which nothing else is tested beside it."""
+    return type(kind, (FamilyTests,), {"make_model": lambda self: build(kind), **own})
 
 
 def built(builder: Builder, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -46,5 +46,6 @@ def mark_repetitions_slow(items: list[pytest.Item]) -> None:
         if suite is None or not issubclass(suite, FamilyTests) or item.path.stem == WHOLE:
             continue
         repeated = item.name in REPEATED
-        if repeated or (suite.__name__ in SECOND and item.name in OF_MEMORIES):
+        called = item.parent.name if item.parent is not None else ""
+        if repeated or (called in SECOND and item.name in OF_MEMORIES):
             item.add_marker(pytest.mark.slow)

@@ -2,82 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from models import suite_of
 
-from models import build
-from support.families import FamilyTests
-
-
-class TestLlavaNext(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("llava_next")
-
-
-class TestLlavaOnevision(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("llava_onevision")
-
-
-class TestMistral3(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("mistral3")
-
-
-class TestPixtral(FamilyTests):
-    """A LLaVA with the tower of Mistral 3."""
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("llava_pixtral")
-
-
-class TestIdefics3(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("idefics3")
-
-
-class TestSmolVLM(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("smolvlm")
-
-
-class TestIdefics2(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("idefics2")
-
-
-class TestAria(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("aria")
-
-
-class TestLfm2VL(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("lfm2_vl")
-
-
-class TestMiniCPM(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("minicpmv4_6")
-
-
-class TestMiniCPMFine(FamilyTests):
-    """Four times the tokens for each patch."""
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("minicpmv4_6_fine")
-
-
-class TestMiniCpmCanvas(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("minicpmv4_7")
-
-
-class TestMiniCpmOcr(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("minicpm_ocr")
+TestLlavaNext = suite_of("llava_next")
+TestLlavaOnevision = suite_of("llava_onevision")
+TestMistral3 = suite_of("mistral3")
+TestPixtral = suite_of("llava_pixtral")  # A LLaVA with the tower of Mistral 3.
+TestIdefics3 = suite_of("idefics3", nests_images=True)
+TestSmolVLM = suite_of("smolvlm", nests_images=True)
+TestIdefics2 = suite_of("idefics2")
+TestAria = suite_of("aria")
+TestLfm2VL = suite_of("lfm2_vl", nests_images=True)
+TestMiniCPM = suite_of("minicpmv4_6")
+TestMiniCPMFine = suite_of("minicpmv4_6_fine")  # Four times the tokens for each patch.
+TestMiniCpmCanvas = suite_of("minicpmv4_7")
+TestMiniCpmOcr = suite_of("minicpm_ocr")

@@ -2,60 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from models import build
-from support import FamilyTests
+from models import suite_of
 
 from keepsight.prefix.prompt import PASS
 
-
-class TestQwen2VL(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("qwen2_vl")
-
-
-class TestQwen25VL(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("qwen2_5_vl")
-
-
-class TestSliding(FamilyTests):
-    long_words, long_run = 4400, PASS  # more than 4,096 tokens
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("sliding")
-
-
-class TestQwen3VL(FamilyTests):
-    long_words, long_run = 4400, PASS  # more than 4,096 tokens
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("qwen3_vl")
-
-
-class TestQwen3VLMoe(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("qwen3_vl_moe")
-
-
-class TestQwen35(FamilyTests):
-    long_words, long_run = 4400, PASS  # more than 4,096 tokens
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("qwen3_5")
-
-
-class TestQwen35Moe(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("qwen3_5_moe")
-
-
-class TestLlava(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("llava")
-
-
-class TestInternVL(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("internvl")
+TestQwen2VL = suite_of("qwen2_vl")
+TestQwen25VL = suite_of("qwen2_5_vl")
+TestSliding = suite_of("sliding", long_words=4400, long_run=PASS)
+TestQwen3VL = suite_of("qwen3_vl", long_words=4400, long_run=PASS)
+TestQwen3VLMoe = suite_of("qwen3_vl_moe")
+TestQwen35 = suite_of("qwen3_5", long_words=4400, long_run=PASS)
+TestQwen35Moe = suite_of("qwen3_5_moe")
+TestLlava = suite_of("llava")
+TestInternVL = suite_of("internvl")

@@ -6,58 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, picture, stock_inputs, turn
-from support import FamilyTests
+from models import build, picture, stock_inputs, suite_of, turn
 
 import keepsight as ks
 from keepsight.errors import InputError, KeepsightError
 
-
-class TestGlm4v(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("glm4v")
-
-
-class TestGlm4vMoe(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("glm4v_moe")
-
-
-class TestGlm46V(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("glm46v")
-
-
-class TestGlmOcr(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("glm_ocr")
-
-
-class TestErnie(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("ernie4_5_vl_moe")
-
-
-class TestPaddleOcr(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("paddleocr_vl")
-
-
-class TestVideoLlama3(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("video_llama_3")
-
-
-class TestVideoLlama3Merged(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("video_llama_3_merged")
-
-
-class TestKimi(FamilyTests):
-    decodes_together = False
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("kimi_k25")
+TestGlm4v = suite_of("glm4v")
+TestGlm4vMoe = suite_of("glm4v_moe")
+TestGlm46V = suite_of("glm46v")
+TestGlmOcr = suite_of("glm_ocr")
+TestErnie = suite_of("ernie4_5_vl_moe")
+TestPaddleOcr = suite_of("paddleocr_vl")
+TestVideoLlama3 = suite_of("video_llama_3")
+TestVideoLlama3Merged = suite_of("video_llama_3_merged")
+TestKimi = suite_of("kimi_k25", decodes_together=False)
 
 
 QUESTION = "What do you see in this picture here?"

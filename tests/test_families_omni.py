@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import build, picture
-from support import FamilyTests
+from models import build, picture, suite_of
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch, UnsupportedModel
@@ -17,14 +16,8 @@ from keepsight.errors import ImageError, InputError, PlaceholderMismatch, Unsupp
 KINDS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 
 
-class TestQwen25Omni(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build(KINDS[0])
-
-
-class TestQwen3OmniMoe(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build(KINDS[1])
+TestQwen25Omni = suite_of(KINDS[0])
+TestQwen3OmniMoe = suite_of(KINDS[1])
 
 
 def sound(seed: int, seconds: float = 1.0) -> np.ndarray:

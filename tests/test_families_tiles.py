@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
+from models import build, suite_of
 from support import FamilyTests
 from support.prompts import answered, turn
 from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbedding
@@ -50,21 +50,9 @@ class TestAyaVision(FamilyTests):
             vlm.generate(**dict(inputs, input_ids=moved))
 
 
-class TestCohere2Vision(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("cohere2_vision")
-
-
-class TestGotOcr2(FamilyTests):
-    takes_text_alone = False
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("got_ocr2")
-
-
-class TestDeepseekVL(FamilyTests):
-    def make_model(self) -> tuple[Any, Any]:
-        return build("deepseek_vl")
+TestCohere2Vision = suite_of("cohere2_vision")
+TestGotOcr2 = suite_of("got_ocr2", takes_text_alone=False)
+TestDeepseekVL = suite_of("deepseek_vl")
 
 
 class TestOvis2(FamilyTests):

@@ -7,25 +7,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from models import build, picture, stock_inputs, turn
+from models import build, picture, stock_inputs, suite_of, turn
 from support import FamilyTests
 from support.prompts import answered
 
 import keepsight as ks
 
-
-class TestGemma3(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("gemma3")
-
-
-class TestGemma3Sliding(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("gemma3_sliding")
+TestGemma3 = suite_of("gemma3", nests_images=True)
+TestGemma3Sliding = suite_of("gemma3_sliding", nests_images=True)
 
 
 class TestGemma3Crops(FamilyTests):
@@ -58,25 +47,9 @@ class TestGemma3Crops(FamilyTests):
                 assert reply.tokens == stock.sequences[0, len(ids) :].tolist()[: len(reply.tokens)]
 
 
-class TestGemma4(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("gemma4")
-
-
-class TestGemma4Vision(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("gemma4_vision")
-
-
-class TestGemma4Unified(FamilyTests):
-    nests_images = True
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("gemma4_unified")
+TestGemma4 = suite_of("gemma4", nests_images=True)
+TestGemma4Vision = suite_of("gemma4_vision", nests_images=True)
+TestGemma4Unified = suite_of("gemma4_unified", nests_images=True)
 
 
 # Of its processor, when numpy asks whether it must copy a tensor.
@@ -213,10 +186,7 @@ class TestMllama(SameMedia):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        *("gemma3", "gemma3_crops", "gemma4", "gemma4_vision", "paligemma", "molmo2"),
-        "mllama",
-    ],
+    [*("gemma3", "gemma3_crops", "gemma4", "gemma4_vision", "paligemma", "molmo2"), "mllama"],
 )
 def test_verify_against_stock(kind: str) -> None:
     """One forward of stock from joined pixels, as anyone may check on a model of their own."""

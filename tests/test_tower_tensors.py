@@ -1,12 +1,7 @@
-"""The tensors that towers work out from grids: the same features with them, and made only once.
-
-With them in hand a tower can be compiled as one graph and exported for any number of patches; what
-the installed Transformers cannot is listed with its error, and the test says when that changes.
-"""
+"""The tensors that towers work out from grids: the same features with them, and made only once."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import sys
@@ -18,9 +13,7 @@ import models
 import pytest
 import torch
 from model_parts import wake
-from transformers.exporters import exporter_dynamo  # noqa: F401  registers its patches
 from transformers.exporters import utils as exporter
-from transformers.exporters.utils import apply_patches
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as omni2
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni3
 
@@ -352,68 +345,17 @@ def test_a_family_hears_the_same(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(own.encode(pixels)[0]["features"], stock(own, pixels)["features"])
 
 
-# -- one graph -----------------------------------------------------------------------------------
-
-# Families whose attention runs in windows are compiled with `eager` attention: with `sdpa`, each
-# window's length is compared with 1 inside the graph.
-WINDOWED = {
-    *("qwen2_5_vl", "qwen2_5_omni_thinker", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
-    *("hyperclovax_vision_v2", "exaone4_5"),
-}
-# Where a picture's attention falls into parts, the exporter's patches run all parts of equal length
-# as a batch; without them their number would be fixed.
-PARTED = {*WINDOWED, "qwen2_5_omni"}
-RAGGED = {
-    "qwen2_5_vl",
-    "qwen2_5_omni_thinker",
-    "hyperclovax_vision_v2",
-    "exaone4_5",
-}  # windows at the rim may be smaller
-GRIDS = ((1, 4, 8), (1, 8, 8), (1, 12, 4))
-# What the installed Transformers cannot: the way, the family, the error.
-CANNOT = {
-    ("compile", "video_llama_3"): "Could not guard on data-dependent expression",
-    ("compile", "cosmos3_edge"): "Could not guard on data-dependent expression",
-    ("export", "cosmos3_edge"): "Could not guard on data-dependent expression",
-    ("compile", "hunyuan_vl"): "Pending unbacked symbols",
-    ("export", "hunyuan_vl"): r"Cannot call numel\(\) on tensor with symbolic sizes",
-    ("export", "video_llama_3"): r"Cannot call numel\(\) on tensor with symbolic sizes",
-}
-_QUICK = ("qwen3_vl",)
-GRAPHS = [
-    pytest.param(kind, marks=() if kind in _QUICK else pytest.mark.slow)
-    for kind in [*TAKES, *OMNI]
-    if kind not in ("sliding", "video_llama_3_merged", "minicpmv4_6_fine")
-]
-Call = dict[str, Any]
+def test_the_bench_says_what_is_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["--shape", "qwen2_5_vl", "--grid", "4x6", "--repetitions", "1"]
+    assert towers_bench.main([*argv, "--out", str(tmp_path / "a" / "result.json")]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "a" / "result.json").read_text())
+    (run,) = result["runs"]
+    assert run["equal"] and run["bytes"] and run["made_ms"] > run["found_ms"] > 0
+    assert str(tmp_path) not in json.dumps(result)
 
 
-def calls(kind: str, grids: Any = GRIDS) -> tuple[Any, list[tuple[Call, Call]]]:
-    """The tower, and for each grid its arguments without and with the tensors."""
-    if kind in OMNI:
-        core, _ = omni(kind)
-        towers, media = TowerTensors(core), [clip(grid[1] * grid[2] * 4) for grid in grids]
-        getter = core.get_audio_features
-    else:
-        own, processor = family(kind)
-        towers, getter = own.tower_tensors, own.encoder
-        media = [pixels_of(own, processor, grid) for grid in grids]
-    tower = next(iter(towers._towers.values()))
-    caught: list[Call] = []
-    names = list(inspect.signature(type(tower.module).forward).parameters)[1:]
-
-    def catch(_: Any, args: Any, kwargs: Any) -> None:
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        unused = ("return_dict", "aftercnn_lens")
-        caught.append({name: value for name, value in named.items() if name not in unused})
-
-    hook = tower.module.register_forward_pre_hook(catch, with_kwargs=True)
-    with torch.no_grad():
-        for medium in media:
-            getter(**medium)
-            getter(**medium, **towers.of(medium))
-    hook.remove()
-    return tower.module, list(zip(caught[::2], caught[1::2], strict=True))
+# -- in the open ---------------------------------------------------------------------------------
 
 
 def pixels_of(own: Family, processor: Any, grid: tuple[int, int, int]) -> dict[str, torch.Tensor]:
@@ -429,106 +371,6 @@ def pixels_of(own: Family, processor: Any, grid: tuple[int, int, int]) -> dict[s
     generator = torch.Generator().manual_seed(patches)
     tensors["pixel_values"] = torch.randn(shape, generator=generator)
     return tensors
-
-
-class _Features(torch.nn.Module):
-    def __init__(self, tower: Any) -> None:
-        super().__init__()
-        self.tower = tower
-
-    def forward(self, call: Call) -> torch.Tensor:
-        output = self.tower(**call)
-        pooled = output.pooler_output
-        return output.last_hidden_state if pooled is None else pooled
-
-
-def windowed(tower: Any, kind: str) -> str:
-    """Choose attention for compilation; what it was before."""
-    before: str = tower.config._attn_implementation
-    if kind in WINDOWED or kind in OMNI:
-        tower.config._attn_implementation = "eager"
-    return before
-
-
-@pytest.mark.parametrize("kind", GRAPHS)
-@torch.no_grad()
-def test_compiled_as_one_graph(kind: str) -> None:
-    tower, pairs = calls(kind, GRIDS[:2] if kind in WINDOWED or kind in OMNI else GRIDS)
-    before = windowed(tower, kind)
-    torch._dynamo.reset()
-    try:
-        features = _Features(tower)
-        compiled = torch.compile(features, fullgraph=True, backend="eager", dynamic=True)
-        if error := CANNOT.get(("compile", kind)):
-            with pytest.raises(Exception, match=error):
-                compiled(pairs[0][1])
-            return
-        for bare, given in pairs:
-            assert torch.equal(compiled(given), features(bare))
-        with pytest.raises(Exception, match=r"."):
-            torch._dynamo.reset()
-            torch.compile(features, fullgraph=True, backend="eager")(pairs[0][0])
-    finally:
-        tower.config._attn_implementation = before
-        torch._dynamo.reset()
-
-
-def export(features: torch.nn.Module, call: Call, patched: bool) -> Any:
-    """For any sizes; `patched` as upstream's exporter patches attention for the trace."""
-    auto = torch.export.Dim.AUTO
-    shapes = {
-        name: dict.fromkeys(range(value.dim()), auto) if isinstance(value, torch.Tensor) else None
-        for name, value in call.items()
-    }
-    with apply_patches("dynamo") if patched else contextlib.nullcontext():
-        return torch.export.export(
-            features,
-            (dict(call),),
-            dynamic_shapes=(shapes,),
-            prefer_deferred_runtime_asserts_over_guards=True,
-        ).module()
-
-
-@pytest.mark.parametrize("kind", GRAPHS)
-@torch.no_grad()
-def test_exported_for_any_number_of_patches(kind: str) -> None:
-    ragged = (1, 6, 8)
-    tower, pairs = calls(kind, (*GRIDS, ragged) if kind in RAGGED else GRIDS)
-    features = _Features(tower)
-    if error := CANNOT.get(("export", kind)):
-        with pytest.raises(Exception, match=error):
-            export(features, pairs[0][1], kind in PARTED)
-        return
-    exported = export(features, pairs[0][1], kind in PARTED)
-    for bare, given in pairs[: len(GRIDS)]:
-        torch.testing.assert_close(exported(given), features(bare), rtol=1e-5, atol=1e-5)
-    if kind in RAGGED:
-        with pytest.raises(Exception, match="assert"):
-            exported(pairs[-1][1])  # windows of unequal length: refused, not wrong
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_trap_the_exporters_patch_forgets_a_norm() -> None:
-    """GLM-OCR's attention norms queries and keys, which the patch does only where q, k and v are
-    three layers: a tower exported so is wrong without a word. We export it without patches."""
-    tower, ((bare, given), *_) = calls("glm_ocr")
-    features = _Features(tower)
-    wrong = export(features, given, True)(given)
-    assert (wrong - features(bare)).abs().max() > 0.1
-
-
-def test_the_bench_says_what_is_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    argv = ["--shape", "qwen2_5_vl", "--grid", "4x6", "--repetitions", "1"]
-    assert towers_bench.main([*argv, "--out", str(tmp_path / "a" / "result.json")]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads((tmp_path / "a" / "result.json").read_text())
-    (run,) = result["runs"]
-    assert run["equal"] and run["bytes"] and run["made_ms"] > run["found_ms"] > 0
-    assert str(tmp_path) not in json.dumps(result)
-
-
-# -- in the open ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()

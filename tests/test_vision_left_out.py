@@ -1,12 +1,11 @@
 """A model without its vision tower is the same model: same names, same bits, less memory.
 
-Its tower's weights are named from the files, one by one; what only a tower could do is refused by
+Its tower's weights are named before they are let go; what only a tower could do is refused by
 name before anything is computed.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_exact import logits
 
 import keepsight as ks
-from keepsight.errors import ModelError, UnreadableWeights, UnsupportedInput, UnsupportedModel
+from keepsight.errors import ModelError, UnsupportedInput, UnsupportedModel
 from keepsight.models import loading, without_tower
 from keepsight.models.families import SUPPORTED
 from keepsight.models.families.tower_absent import AbsentTower, absent_parts
@@ -116,25 +115,6 @@ def test_stock_forward_refuses_pixels_by_name() -> None:
         model.base_model.visual(pixels["pixel_values"])
 
 
-def test_names_that_the_store_remembers_need_no_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, store = folder_of("qwen3_vl", tmp_path / "model"), tmp_path / "store"
-    messages = [turn(TEXT, picture(1))]
-    with ks.load(folder, dtype="float32", store=store) as whole:
-        expected, names = logits(whole, messages), whole.runtime.weights.record()
-
-    def read(self: Any) -> Any:
-        raise UnreadableWeights("the tower was read")
-
-    monkeypatch.setattr(without_tower.TowerFiles, "_read", read)
-    with ks.load(folder, dtype="float32", store=store, vision=False) as part:
-        assert part.runtime.weights.record() == names
-        assert torch.equal(logits(part, messages), expected)
-    with pytest.raises(UnreadableWeights, match="was read"):
-        ks.load(folder, dtype="float32", vision=False)
-
-
 def test_another_tower_has_another_name(tmp_path: Path) -> None:
     whole, _ = parts_of("qwen3_vl", tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
@@ -147,37 +127,6 @@ def test_another_tower_has_another_name(tmp_path: Path) -> None:
     )
     assert part.runtime.weights.vision != whole.runtime.weights.vision
     assert part.runtime.weights.all != whole.runtime.weights.all
-
-
-def test_changed_files_are_noticed_where_they_have_to_be_read(tmp_path: Path) -> None:
-    folder = folder_of("qwen3_vl", tmp_path / "model")
-    model = without_tower.load_named(str(folder), "float32", None, None)[0]
-    (file,) = folder.glob("*.safetensors")
-    os.utime(file, ns=(1, 1))
-    with pytest.raises(UnreadableWeights, match="changed since"):
-        ks.wrap(model, build("qwen3_vl")[1])
-
-
-def test_a_checkpoint_without_a_weight_of_its_tower_is_refused(tmp_path: Path) -> None:
-    folder = folder_of("qwen3_vl", tmp_path / "model")
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    del tensors[next(name for name in tensors if "visual" in name)]
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(UnreadableWeights, match="lacks 1 weights"):
-        ks.wrap(
-            without_tower.load_named(str(folder), "float32", None, None)[0], build("qwen3_vl")[1]
-        )
-
-
-def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
-    folder = folder_of("qwen3_vl", tmp_path / "model")
-    model, processor = build("qwen3_vl")
-    next(folder.glob("*.safetensors")).unlink()
-    model.save_pretrained(folder, max_shard_size="200KB")
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    part = ks.wrap(without_tower.load_named(str(folder), "float32", None, None)[0], processor)
-    assert same_names(ks.wrap(model, processor), part)
 
 
 def test_changes_of_the_language_model_are_noticed(tmp_path: Path) -> None:
@@ -222,4 +171,3 @@ def test_a_stand_in_has_plain_settings_only() -> None:
     assert stand_in.get_submodule("0").in_features == 2
     assert stand_in.get_submodule("0").note == "kept"
     assert not stand_in.state_dict()
-    assert os.environ.get(without_tower._ONE_BY_ONE) is None

@@ -1,6 +1,6 @@
 """The whole model in one graph: a picture's tensors, ids and positions in, logits out.
 
-A tower alone is in `test_tower_tensors.py`. Here each family's whole forward is compiled with
+Each family's whole forward is compiled with
 `fullgraph=True` from pixels and from features, as the engine calls it, and exported. What the
 installed Transformers cannot is listed with its error, and the test says when that changes.
 """

@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,8 @@ _GRIDS = ("image_grid_thw", "video_grid_thw")
 _ENDS = "cu_seqlens"  # where pictures, frames or windows end among the rows
 
 _one_at_a_time = threading.Lock()
+_Forward = Callable[..., Any]
+_Way = Callable[..., object]  # runs a forward pass, given with its arguments, by rows
 
 
 def is_huge(grid: Grid, by_step: bool = False) -> bool:
@@ -69,18 +71,19 @@ def _layers(core: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def by_rows(family: Family) -> Iterator[None]:
-    """Encode a huge picture here: this thread runs the layers of the tower by rows."""
-    modules: dict[torch.nn.Module, type[ByRows]] = dict.fromkeys(_layers(family.core), LayerByRows)
+    """Encode a huge picture here: this thread runs the layers of the tower by rows, others run them
+    as they are."""
+    ways: dict[torch.nn.Module, _Way] = dict.fromkeys(_layers(family.core), _layer)
     for module in family.core.modules():
         if type(module) is torch.nn.Embedding:
-            modules[module] = TableByRows
+            ways[module] = _table
         elif type(module).__name__.endswith("PatchMerger"):
-            modules[module] = MergerByRows
+            ways[module] = _merger
     with _one_at_a_time:  # two would need the memory of both
-        before = {module: vars(module).get("forward") for module in modules}
+        before = {module: vars(module).get("forward") for module in ways}
         try:
-            for module, kind in modules.items():
-                vars(module)["forward"] = kind(module.forward)
+            for module, way in ways.items():
+                vars(module)["forward"] = _in_this_thread(module.forward, way)
             yield
         finally:
             for module, own in before.items():
@@ -89,65 +92,71 @@ def by_rows(family: Family) -> Iterator[None]:
                     vars(module)["forward"] = own
 
 
-class ByRows:
-    """In the place of a module's `forward`; other threads run the module as it is."""
+def _in_this_thread(forward: _Forward, way: _Way) -> _Forward:
+    thread = threading.get_ident()
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.__wrapped__ = forward
-        self._thread = threading.get_ident()
+    def run(*args: object, **options: object) -> object:
+        if threading.get_ident() != thread:
+            return forward(*args, **options)
+        return way(forward, *args, **options)
 
-    def __call__(self, *args: object, **options: object) -> object:
-        if threading.get_ident() != self._thread:
-            return self.__wrapped__(*args, **options)
-        return self.run(*args, **options)
-
-    def run(self, *args: Any, **options: Any) -> object:
-        """The result of the module."""
-        raise NotImplementedError
+    return run
 
 
-class LayerByRows(ByRows):
+def _layer(forward: _Forward, *args: Any, **options: Any) -> object:
     """A layer whose rows meet in one attention."""
+    given = inspect.signature(forward).bind(*args, **options).arguments
+    rows: torch.Tensor = next(iter(given.values()))
+    ends: torch.Tensor = (given | options)[_ENDS]
+    axis = rows.dim() - 2
+    found = torch.empty_like(rows)
 
-    def run(self, *args: Any, **options: Any) -> object:
-        given = inspect.signature(self.__wrapped__).bind(*args, **options).arguments
-        rows: torch.Tensor = next(iter(given.values()))
-        ends: torch.Tensor = (given | options)[_ENDS]
-        axis = rows.dim() - 2
-        found = torch.empty_like(rows)
+    def piece(start: int, stop: int, its_ends: list[int]) -> torch.Tensor:
+        def cut(value: object) -> object:
+            if isinstance(value, tuple):
+                return tuple(map(cut, value))
+            if isinstance(value, torch.Tensor) and value is ends:
+                return ends.new_tensor(its_ends)
+            if isinstance(value, torch.Tensor) and rows.shape[axis] in value.shape[:2]:
+                place = value.shape.index(rows.shape[axis])
+                return value.narrow(place, start, stop - start)
+            return value
 
-        def piece(start: int, stop: int, its_ends: list[int]) -> torch.Tensor:
-            def cut(value: object) -> object:
-                if isinstance(value, tuple):
-                    return tuple(map(cut, value))
-                if isinstance(value, torch.Tensor) and value is ends:
-                    return ends.new_tensor(its_ends)
-                if isinstance(value, torch.Tensor) and rows.shape[axis] in value.shape[:2]:
-                    place = value.shape.index(rows.shape[axis])
-                    return value.narrow(place, start, stop - start)
-                return value
+        parts = {name: cut(value) for name, value in options.items()}
+        return torch.as_tensor(forward(*map(cut, args), **parts))
 
-            parts = {name: cut(value) for name, value in options.items()}
-            return torch.as_tensor(self.__wrapped__(*map(cut, args), **parts))
+    for stretch in _stretches(ends.tolist()):
+        first, last = stretch[0], stretch[-1]
+        if last - first < 2 * ROWS:
+            part = piece(first, last, [end - first for end in stretch])
+            found.narrow(axis, first, last - first).copy_(part)
+            continue
+        pieces, keys = list(_pieces(first, last)), _Keys(last - first)
+        for start, stop in pieces:
+            keys.place = start - first
+            with suppress(_Kept), keys:
+                piece(start, stop, [0, stop - start])
+                return forward(*args, **options)  # it attends in another way
+        keys.are_kept = True
+        for start, stop in pieces:
+            with keys:
+                part = piece(start, stop, [0, stop - start])
+            found.narrow(axis, start, stop - start).copy_(part)
+    return found
 
-        for stretch in _stretches(ends.tolist()):
-            first, last = stretch[0], stretch[-1]
-            if last - first < 2 * ROWS:
-                part = piece(first, last, [end - first for end in stretch])
-                found.narrow(axis, first, last - first).copy_(part)
-                continue
-            pieces, keys = list(_pieces(first, last)), _Keys(last - first)
-            for start, stop in pieces:
-                keys.place = start - first
-                with suppress(_Kept), keys:
-                    piece(start, stop, [0, stop - start])
-                    return self.__wrapped__(*args, **options)  # it attends in another way
-            keys.are_kept = True
-            for start, stop in pieces:
-                with keys:
-                    part = piece(start, stop, [0, stop - start])
-                found.narrow(axis, start, stop - start).copy_(part)
-        return found
+
+def _merger(forward: _Forward, *args: Any, **options: Any) -> object:
+    """What makes one row of some neighbours."""
+    if len(args) > 1 or options:  # HunYuan's merges by the shape of the picture
+        return forward(*args, **options)
+    return torch.cat([forward(some) for some in args[0].split(ROWS)])
+
+
+def _table(forward: _Forward, *args: Any, **options: Any) -> object:
+    """A table of positions. To fit it to a picture, a tower weighs several of its rows for each
+    patch and adds them up."""
+    (ids,) = (*args, *options.values())
+    return _LookedUp(forward, ids) if ids.dim() == 2 else forward(ids)
 
 
 def _stretches(ends: list[int]) -> Iterator[list[int]]:
@@ -201,24 +210,6 @@ class _Keys(TorchFunctionMode):
         raise _Kept
 
 
-class MergerByRows(ByRows):
-    """What makes one row of some neighbours."""
-
-    def run(self, *args: Any, **options: Any) -> object:
-        if len(args) > 1 or options:  # HunYuan's merges by the shape of the picture
-            return self.__wrapped__(*args, **options)
-        return torch.cat([self.__wrapped__(some) for some in args[0].split(ROWS)])
-
-
-class TableByRows(ByRows):
-    """A table of positions. To fit it to a picture, a tower weighs several of its rows for each
-    patch and adds them up."""
-
-    def run(self, *args: Any, **options: Any) -> object:
-        (ids,) = (*args, *options.values())
-        return _LookedUp(self.__wrapped__, ids) if ids.dim() == 2 else self.__wrapped__(ids)
-
-
 class _LookedUp:
     """Rows of a table, looked up when they are weighed and added up."""
 
@@ -232,9 +223,4 @@ class _LookedUp:
     def sum(self, axis: int) -> torch.Tensor:
         """Some of them at a time."""
         parts = zip(self._ids.split(ROWS), self._weights.split(ROWS), strict=True)
-        added = ((self._table(ids) * weights).sum(axis) for ids, weights in parts)
-        first = next(added)
-        found: torch.Tensor = first.new_empty(len(self._ids), first.shape[1])
-        for rows, part in zip(found.split(ROWS), chain([first], added), strict=True):
-            rows.copy_(part)
-        return found
+        return torch.cat([(self._table(ids) * weights).sum(axis) for ids, weights in parts])

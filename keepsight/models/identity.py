@@ -21,18 +21,15 @@ import inspect
 import logging
 import operator
 import re
-import secrets
 import sys
 import sysconfig
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,19 +39,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from keepsight import digests
 from keepsight.errors import KeepsightError, ModelError, UnreadableWeights
 from keepsight.kinds import Processor, Record
-from keepsight.models import upstream
+from keepsight.models import nameless, upstream
 from keepsight.models.families import Family
-from keepsight.models.families.tower_absent import (
-    AbsentTower,
-    AbsentWeight,
-    TowerSource,
-    absent_parts,
-)
+from keepsight.models.families.tower_absent import AbsentTower, absent_parts
 from keepsight.models.partial_processor import NotLoaded
+from keepsight.models.silence import without_notes
 
 Plain = str | tuple["Plain", ...]
 Row = tuple[str, Plain]  # the path of a module, and how it differs
 Owner = str | None  # the path of a module whose tensors are hashed again, or none
+Named = list[tuple[str, torch.Tensor]]
 
 OUR_HOOK = "keepsight.blindfold"  # our forward pre-hook that only watches
 # Parts of a configuration that name its origin and change no result.
@@ -83,28 +77,26 @@ _NOTES = frozenset({
 })  # fmt: skip
 _ELSEWHERE = frozenset({"_compiled_call_impl"})  # seen by `compiled.py`
 _PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # set by accelerate on a module
-# Methods that move a model; accelerate makes them warn for a model spread over devices.
-_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
-_NOISE = ("drop", "jitter", "noise")
-_TENSORS = ("_parameters", "_buffers")
+_RANDOM = ("drop", "jitter", "noise")  # parts of names of settings that act in training only
 _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), type(...))
-_BY_NAME = (torch.dtype, torch.layout, torch.memory_format, np.dtype, np.generic, re.Pattern)
+_BY_TEXT = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, np.dtype, np.generic)
 _WITHOUT_VALUE = (  # where a model lies is part of the environment
     torch.device, logging.Logger, type(threading.Lock()), type(threading.RLock()),
     weakref.ReferenceType,
 )  # fmt: skip
-_SAMPLES = 8  # values of each tensor on the CPU that are compared
+_ITEMS = (list, set, deque)
+_FUNCTIONS = (FunctionType, MethodType, functools.partial, type(None))
+_OF_C = (BuiltinFunctionType, type(str.join), type(object.__init__), type(vars(dict)["fromkeys"]))
 # Perhaps installed to be edited; the versions of the first three are part of the environment.
 _LIBRARIES = ("torch", "transformers", "keepsight", "peft", "accelerate", "torchao", "optimum")
-_FUNCTIONS = (FunctionType, MethodType, functools.partial, type(None))
 _MISSING = object()
+_SAMPLES = 8  # values of each tensor on the CPU that are compared
 _DESCRIBED = operator.attrgetter("_version", "shape", "dtype")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # -- whether anything changed ----------------------------------------------------------------------
@@ -116,27 +108,27 @@ def _same(one: object, other: object) -> bool:
     return one is other or (kind is type(other) and kind in _VALUES and repr(one) == repr(other))
 
 
-@dataclass(slots=True)
-class _Container:
-    """A dict, the attributes of a class, or a list, with a copy of its items."""
+class _Held:
+    """A dict, a list, or an object by its class and attributes, with a copy of what it has."""
 
-    thing: Any
-    owner: Owner
-    ignored: frozenset[str]
-    then: dict[Any, object] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.then = self.now()
+    def __init__(self, thing: Any, owner: Owner, ignored: frozenset[str]) -> None:
+        self.thing, self.owner, self.ignored = thing, owner, ignored
+        self.kind, self.then = type(thing), self.now()
 
     def now(self) -> dict[Any, object]:
-        """Its items; those of a list by position."""
+        """Its items by name; those of a list by position."""
         if isinstance(self.thing, dict):
             return dict(dict.items(self.thing))  # a subclass may make values when asked for them
-        return dict(self.thing if isinstance(self.thing, Mapping) else enumerate(self.thing))
+        return dict(enumerate(self.thing) if isinstance(self.thing, _ITEMS) else vars(self.thing))
 
     def changed(self) -> set[Owner]:
         """The owner of a change; none of the weights if only functions or modes changed."""
-        then, now = self._named(self.then), self._named(self.now())
+        if type(self.thing) is not self.kind:
+            return {self.owner}
+        then, now = (
+            {name: value for name, value in items.items() if name not in self.ignored}
+            for items in (self.then, self.now())
+        )
         names = {**then, **now}
         other = [n for n in names if not _same(then.get(n, _MISSING), now.get(n, _MISSING))]
         if not other and list(then) == list(now):
@@ -145,54 +137,24 @@ class _Container:
         quiet = other and all(isinstance(value, _FUNCTIONS) for value in values)
         return {None if quiet else self.owner}
 
-    def _named(self, items: dict[Any, object]) -> dict[Any, object]:
-        return {name: value for name, value in items.items() if name not in self.ignored}
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    try:
-        address = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        address = 0  # a wrapper around others, which are held themselves
-    strides = tensor.stride() if tensor.layout == torch.strided else None
-    version = None if tensor.is_inference() else tensor._version
-    return address, strides, version, tensor.shape, tensor.dtype
-
-
-def _sample(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A live view of a few values of a tensor on the CPU."""
-    simple = type(tensor) in _USUAL and tensor.layout == torch.strided and not tensor.is_quantized
-    if not simple or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return np.empty(0, np.uint8)
-    kind = _INTEGERS.get(tensor.element_size(), torch.uint8)
-    flat: np.ndarray[Any, Any] = tensor.detach().reshape(-1).view(kind).numpy()
-    return flat[:: max(1, len(flat) // _SAMPLES)]
-
 
 class Watch:
     """Everything that was read of a model, as it was then, and whether it is so still."""
 
     def __init__(self) -> None:
-        self._objects: dict[int, tuple[Any, type, Any, Owner]] = {}
-        self._containers: dict[int, _Container] = {}
+        self._held: dict[int, _Held] = {}
+        self._methods: list[tuple[type, str, object]] = []
         self._tensors: dict[int, tuple[torch.Tensor, tuple[object, ...], Owner]] = {}
         self.kept: list[object] = []  # so that nothing else takes its address
 
-    def container(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
-        """Hold the items of a dict or a list."""
-        if id(thing) not in self._containers:
-            self._containers[id(thing)] = _Container(thing, owner, ignored)
+    def hold(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
+        """Hold a dict or a list by its items, another object by its class and attributes."""
+        if id(thing) not in self._held:
+            self._held[id(thing)] = _Held(thing, owner, ignored)
 
-    def holder(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
-        """Hold an object by its class and its attributes."""
-        self._objects[id(thing)] = thing, type(thing), vars(thing), owner
-        self.container(vars(thing), owner, ignored)
-
-    def kind(self, kind: type) -> None:
-        """Hold the attributes of a class."""
-        if id(kind) not in self._containers:  # its view is made anew each time
-            self._containers[id(kind)] = _Container(vars(kind), None, frozenset())
-            self.kept.append(kind)
+    def method(self, kind: type, name: str) -> None:
+        """Hold what a class defines under a name."""
+        self._methods.append((kind, name, vars(kind)[name]))
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Hold a tensor by its place, its version and a few of its values."""
@@ -201,79 +163,58 @@ class Watch:
 
     def seal(self) -> None:
         """Arrange what is held, to compare thousands of things in few calls."""
-        self._things = [thing for thing, *_ in self._objects.values()]
-        self._kinds = [kind for _, kind, *_ in self._objects.values()]
-        self._homes = [home for _, _, home, _ in self._objects.values()]
-        self._all = [*self._containers.values()]
-        own = {id(home) for home in self._homes}
-        dicts = [one for one in self._all if isinstance(one.thing, Mapping) and one.then]
-        # A new attribute comes last, so of the many names of objects the last ones tell.
-        self._ending = [one for one in dicts if id(one.thing) in own]
-        self._named = [one for one in dicts if id(one.thing) not in own]
-        self._views = [_view(one.thing) for one in self._all]
-        self._flatten()
+        held = [one.thing for one in self._held.values()]
+        self._dicts = [thing for thing in held if isinstance(thing, dict)]
+        self._lists = [thing for thing in held if isinstance(thing, _ITEMS)]
+        self._objects = [thing for thing in held if not isinstance(thing, (dict, *_ITEMS))]
+        self._flat = self._flattened()
         tensors = [*self._tensors.values()]
         self._odd = [one for one in tensors if _is_odd(one[0])]
         self._plain = [tensor for tensor, *_ in tensors if not _is_odd(tensor)]
-        samples = [_sample(tensor) for tensor in self._plain]
-        kinds = {view.dtype for view in samples}
-        self._samples = [[view for view in samples if view.dtype == kind] for kind in kinds]
-        self._places, self._values = self._places_now(), self._values_now()
-
-    def _flatten(self) -> None:
-        self._sizes = [len(one.then) for one in self._all]
-        self._items = [item for one in self._all for item in one.then.values()]
-        self._names = [name for one in self._named for name in one.then]
-        self._ends = [next(reversed(one.then)) for one in self._ending]
-
-    def _places_now(self) -> list[tuple[object, ...]]:
-        kind, tensors = torch.Tensor, self._plain
-        addresses, strides = map(kind.data_ptr, tensors), map(kind.stride, tensors)
-        return list(zip(addresses, strides, map(_DESCRIBED, tensors), strict=True))
-
-    def _values_now(self) -> list[bytes]:
-        return [np.concatenate(views).tobytes() for views in self._samples]
+        self._samples = [_sample(tensor) for tensor in self._plain]
+        self._places_then, self._values_then = self._places(), self._values()
 
     def moved(self) -> tuple[set[Owner], bool]:
         """The owners of what changed since it was held, and whether that is a tensor."""
         found = set[Owner]()
-        if self._other_objects():
-            for thing, kind, home, owner in self._objects.values():
-                if type(thing) is not kind or vars(thing) is not home:
-                    found.add(owner)
-        if self._other_items():
-            found |= {owner for one in self._all for owner in one.changed()}
-            if not found:  # values that are equal, or ignored
-                for one in self._all:
+        if any(vars(kind).get(name) is not method for kind, name, method in self._methods):
+            found.add(None)
+        if self._any_item_changed():
+            changed = [one.changed() for one in self._held.values()]
+            found = found.union(*changed)
+            if not any(changed):  # values that are equal, or ignored
+                for one in self._held.values():
                     one.then = one.now()
-                self._flatten()
+                self._flat = self._flattened()
         # The views lie in the old places: read them only if all tensors are there still.
-        same = self._places_now() == self._places and self._values_now() == self._values
+        same = self._places() == self._places_then and self._values() == self._values_then
         asked = self._odd if same else self._tensors.values()
         tensors = {owner for tensor, then, owner in asked if _stamp(tensor) != then}
         return found | tensors, bool(tensors)
 
-    def _other_objects(self) -> bool:
-        same = all(map(operator.is_, map(vars, self._things), self._homes))
-        return not same or list(map(type, self._things)) != self._kinds
-
-    def _other_items(self) -> bool:
+    def _any_item_changed(self) -> bool:
         try:
-            return (
-                list(map(len, self._views)) != self._sizes
-                or not all(map(operator.is_, chain.from_iterable(self._views), self._items))
-                or [name for one in self._named for name in one.thing] != self._names
-                or [next(reversed(one.thing)) for one in self._ending] != self._ends
-            )
+            sizes, names, things = self._flattened()
         except RuntimeError:  # another thread changes one of them
             return True
+        then = self._flat
+        same = sizes == then[0] and names == then[1]
+        return not (same and all(map(operator.is_, things, then[2])))
 
+    def _flattened(self) -> tuple[list[int], list[object], list[object]]:
+        """The sizes, the names and the values of everything that is held."""
+        homes: list[Any] = [*map(vars, self._objects), *self._dicts]
+        values = chain.from_iterable([*map(dict.values, homes), *self._lists])
+        sizes = list(map(len, [*homes, *self._lists]))
+        return sizes, [*chain(*homes)], [*map(type, self._objects), *values]
 
-def _view(thing: Any) -> Any:
-    """A live view of the items of a container."""
-    if isinstance(thing, dict):
-        return dict.values(thing)
-    return thing.values() if isinstance(thing, Mapping) else thing
+    def _places(self) -> list[tuple[object, ...]]:
+        kind, tensors = torch.Tensor, self._plain
+        addresses, strides = map(kind.data_ptr, tensors), map(kind.stride, tensors)
+        return list(zip(addresses, strides, map(_DESCRIBED, tensors), strict=True))
+
+    def _values(self) -> bytes:
+        return b"".join(map(np.ndarray.tobytes, self._samples))
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
@@ -281,8 +222,23 @@ def _is_odd(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _USUAL or tensor.is_inference() or tensor.layout != torch.strided
 
 
+def _sample(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A live view of a few values of a tensor on the CPU."""
+    simple = type(tensor) in _USUAL and tensor.layout == torch.strided and not tensor.is_quantized
+    if not simple or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return np.empty(0, np.uint8)
+    values: np.ndarray[Any, Any] = tensor.detach().reshape(-1, 1).view(torch.uint8).numpy()
+    return values[:: max(1, len(values) // _SAMPLES)]
+
+
 def _stamp(tensor: torch.Tensor) -> tuple[object, ...]:
-    return _place(tensor), _sample(tensor).tobytes()
+    try:
+        address = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        address = 0  # a wrapper around others, which are held themselves
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    version = None if tensor.is_inference() else tensor._version
+    return address, strides, version, tensor.shape, tensor.dtype, _sample(tensor).tobytes()
 
 
 class _Digests:
@@ -296,11 +252,9 @@ class _Digests:
         """The digest of a tensor's values."""
         self._used.add(id(tensor))
         stamp, known = _stamp(tensor), self._known.get(id(tensor))
-        if known is not None and known[0] is tensor and known[1] == stamp:
-            return known[2]
-        found = _digest(tensor)
-        self._known[id(tensor)] = (tensor, stamp, found)
-        return found
+        if known is None or known[1] != stamp:
+            known = self._known[id(tensor)] = (tensor, stamp, digest_of(tensor))
+        return known[2]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have these tensors read again."""
@@ -313,7 +267,8 @@ class _Digests:
         self._used = set()
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """The digest of a weight's values, in any of the forms that weights have."""
     if tensor.is_quantized:
         values = (tensor.int_repr(), str(tensor.dtype), str(tensor.qscheme()))
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -322,7 +277,7 @@ def _digest(tensor: torch.Tensor) -> str:
         return digests.digest("quantised", *values, *scales, tensor.q_per_channel_axis())
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        inner = [part for name in names for part in (name, _digest(getattr(tensor, name)))]
+        inner = [part for name in names for part in (name, digest_of(getattr(tensor, name)))]
         return digests.digest("weight of parts", str(context), list(tensor.shape), *inner)
     try:
         return digests.weight_digest(tensor)
@@ -336,42 +291,13 @@ def _digest(tensor: torch.Tensor) -> str:
 # -- describing values -----------------------------------------------------------------------------
 
 
-class _Private:
-    """Numbers for objects that only this process knows, each constant while its object lives."""
-
-    def __init__(self) -> None:
-        self.name = secrets.token_hex(16)
-        self._numbers: dict[int, tuple[object, int]] = {}
-        self._count = 0
-
-    def row(self, thing: object) -> Plain:
-        """The words for an object."""
-        known = self._numbers.get(id(thing))
-        if known is None or _referent(known[0]) is not thing:
-            self._count += 1
-            try:
-                known = weakref.ref(thing), self._count
-            except TypeError:
-                known = thing, self._count  # held, because its end cannot be noticed
-            self._numbers[id(thing)] = known
-        return ("private", self.name, str(known[1]))
-
-
-def _referent(thing: object) -> object:
-    return thing() if isinstance(thing, weakref.ReferenceType) else thing
-
-
 class Describer:
     """One walk over values, which are described in words that are equal in every process."""
 
     def __init__(
-        self,
-        watch: Watch,
-        places: Mapping[int, str],
-        digest: Callable[[torch.Tensor], str],
-        private: _Private,
+        self, watch: Watch, places: Mapping[int, str], digest: Callable[[torch.Tensor], str]
     ) -> None:
-        self._watch, self._places, self._digest, self._private = watch, places, digest, private
+        self._watch, self._places, self._digest = watch, places, digest
         self._known: dict[int, tuple[object, Plain]] = {}
 
     def value(self, value: object, owner: Owner) -> Plain:
@@ -395,7 +321,7 @@ class Describer:
         if isinstance(thing, MethodType):  # made anew each time that it is asked for
             return ("method", self.private(thing.__self__), self.private(thing.__func__))
         self._watch.kept.append(thing)
-        return self._private.row(thing)
+        return ("private", nameless.PROCESS, nameless.number_of(thing))
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> Plain:
         """A tensor, described by its values."""
@@ -410,33 +336,29 @@ class Describer:
             return ("part", self._places[id(value)])
         if isinstance(value, type):
             return self.kind(value)
-        if isinstance(value, enum.Enum):
-            return (*place_of(kind), value.name)
-        if isinstance(value, _BY_NAME):
+        if isinstance(value, (*_BY_TEXT, re.Pattern)):
             return (*place_of(kind), str(value))
         if isinstance(value, _WITHOUT_VALUE):
             return place_of(kind)
         if isinstance(value, ModuleType):
             return ("module", value.__name__)
         if isinstance(value, dict):
-            self._watch.container(value, owner)
+            self._watch.hold(value, owner)
             return (*place_of(kind), *self._items(dict.items(value), owner))
-        if isinstance(value, list | tuple | set | frozenset | deque):
-            if not isinstance(value, tuple | frozenset):
-                self._watch.container(value, owner)
+        if isinstance(value, (*_ITEMS, tuple, frozenset)):
+            if isinstance(value, _ITEMS):
+                self._watch.hold(value, owner)
             parts = [self.value(part, owner) for part in value]
             unordered = isinstance(value, set | frozenset)
             return (*place_of(kind), *(sorted(parts, key=repr) if unordered else parts))
         if isinstance(value, np.ndarray) and value.dtype != object:
             return (*place_of(kind), digests.digest("array", value))
-        if isinstance(value, torch.ScriptObject):  # weights in a kernel's packed form
-            return (*place_of(kind), self.value(value.__getstate__(), owner))
         if callable(value) and not isinstance(value, torch.nn.Module):
             return self._callable(value, owner)
-        if not hasattr(value, "__dict__"):
+        if not hasattr(value, "__dict__") or isinstance(value, torch.ScriptObject):
             return self.private(value)
         ignored = _ORIGIN if isinstance(value, PreTrainedConfig) else frozenset()
-        self._watch.holder(value, owner, ignored)
+        self._watch.hold(value, owner, ignored)
         own = [pair for pair in vars(value).items() if pair[0] not in ignored]
         return (*self.kind(kind), *self._items(own, owner), ())
 
@@ -474,33 +396,24 @@ class Describer:
         bases = (base for base in kind.__bases__ if not is_library(base.__module__))
         return ("class", *place_of(kind), _file_digest(file), *map(self.kind, bases))
 
-    def replaced(self, kind: type, telling: tuple[str, ...] = ("forward",)) -> Iterator[Plain]:
-        """The functions of a class that its module did not put there; asked of those of its bases
-        that define one of the `telling` names."""
+    def replaced(self, kind: type, *names: str) -> list[Plain]:
+        """Which of these methods somebody put into a class or one of its bases."""
+        rows: list[Plain] = []
         for base in kind.__mro__:
-            if base in (torch.nn.Module, object) or not any(name in vars(base) for name in telling):
-                continue
-            self._watch.kind(base)
-            for name, value in list(vars(base).items()):
-                if (name == "__call__" or not name.startswith("__")) and _is_put(base, name, value):
-                    yield ("replaced", *place_of(base), name, self.value(value, None))
+            for name in names:
+                value = vars(base).get(name)
+                if base in (torch.nn.Module, object) or not callable(value):
+                    continue
+                self._watch.method(base, name)
+                if not _is_own(base, name, value):
+                    rows.append(("replaced", *place_of(base), name, self.value(value, None)))
+        return rows
 
 
-_OF_C = (BuiltinFunctionType, type(str.join), type(object.__init__), type(vars(dict)["fromkeys"]))
-
-
-def _is_put(kind: type, name: str, value: object) -> bool:
-    """Whether an attribute of a class is a function from elsewhere."""
-    for inner in ("__func__", "fget", "func"):  # of a static method, a property, a cached property
-        value = getattr(value, inner, value)
-    if not isinstance(value, FunctionType):
-        known = isinstance(value, type) or type(value) in _VALUES
-        return not known and (callable(value) or hasattr(type(value), "__get__"))
-    module, place = place_of(inspect.unwrap(value))[:2]
-    wrapper = place_of(value)[0]
-    in_place = (module, place) == (kind.__module__, f"{kind.__qualname__}.{name}")
-    given = is_library(module) and "." not in place  # by a library's decorator
-    return not (in_place or given) or not (wrapper == module or is_library(wrapper))
+def _is_own(kind: type, name: str, value: Callable[..., object]) -> bool:
+    """Whether a method was written in its class, perhaps under a library's decorator."""
+    inner = inspect.unwrap(value) if is_library(place_of(value)[0]) else value
+    return place_of(inner)[:2] == (kind.__module__, f"{kind.__qualname__}.{name}")
 
 
 @functools.cache
@@ -534,43 +447,33 @@ def _file_digest(path: str) -> str:
         return digests.digest("code", file.read())
 
 
-# -- the model that Transformers makes -------------------------------------------------------------
+# -- how a live model differs from the one that Transformers makes ---------------------------------
 
 
-@dataclass(frozen=True)
-class _StockModule:
+class _Stock(NamedTuple):
     """A module as Transformers builds it: its class, its settings and its derived buffers."""
 
-    kind: type
-    settings: dict[str, Plain]
-    derived: dict[str, torch.Tensor]
+    kind: type | None = None
+    settings: Mapping[str, Plain] = {}
+    derived: Mapping[str, torch.Tensor] = {}
 
 
-_stock: OrderedDict[tuple[type, str], dict[str, _StockModule]] = OrderedDict()
+_stock: dict[tuple[type, str], dict[str, _Stock]] = {}
 
 
-def _settings_of(
-    module: torch.nn.Module, describer: Describer, owner: Owner, ignored: frozenset[str]
-) -> dict[str, Plain]:
-    """The settings of a module, by name."""
-    own = {name: value for name, value in vars(module).items() if name not in ignored}
-    found = {name: describer.value(value, owner) for name, value in own.items()}
-    return {**found, "children": ("children", *module._modules)}
-
-
-def _stock_of(model: PreTrainedModel, config: Plain) -> dict[str, _StockModule]:
+def _stock_of(model: PreTrainedModel, config: Plain) -> dict[str, _Stock]:
     """Every module that Transformers makes of a configuration, by path. Empty if it makes none."""
     key = (type(model), repr(config))
     if key not in _stock:
+        if len(_stock) > 3:
+            _stock.clear()
         _stock[key] = _build(model)
-        if len(_stock) > 4:
-            _stock.popitem(last=False)
     return _stock[key]
 
 
-def _build(model: PreTrainedModel) -> dict[str, _StockModule]:
+def _build(model: PreTrainedModel) -> dict[str, _Stock]:
     try:
-        with torch.random.fork_rng(devices=[]), _quiet():
+        with torch.random.fork_rng(devices=[]), without_notes():
             with torch.device("meta"):
                 twin: Any = type(model)(copy.deepcopy(model.config))
             derived = dict(_derived(twin))
@@ -578,13 +481,9 @@ def _build(model: PreTrainedModel) -> dict[str, _StockModule]:
         logging.getLogger(__name__).info("no model to compare with: %s", error)
         return {}
     places = {id(part): path for path, part in twin.named_modules()}
-    describer = Describer(Watch(), places, lambda t: f"unread {tuple(t.shape)}", _Private())
+    describer = Describer(Watch(), places, lambda t: f"unread {tuple(t.shape)}")
     return {
-        path: _StockModule(
-            type(part),
-            _settings_of(part, describer, None, _BASE | _NOTES),
-            derived.get(path, {}),
-        )
+        path: _Stock(type(part), _settings_of(part, describer, path), derived.get(path, {}))
         for path, part in twin.named_modules(remove_duplicate=False)
     }
 
@@ -598,105 +497,78 @@ def _derived(twin: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
             continue
         for name in names:
             part._buffers[name] = torch.zeros_like(part._buffers[name], device="cpu")
-        above = [home for home in homes if path == home or path.startswith(home and f"{home}.")]
-        homes[max(above, key=len)]._init_weights(part)
+        homes[max((home for home in homes if _below(path, [home])), key=len)]._init_weights(part)
         yield path, {name: part._buffers[name] for name in names}
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings that were already shown when the model was made."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-# -- how a live model differs from it --------------------------------------------------------------
+def _settings_of(module: torch.nn.Module, describer: Describer, path: str) -> dict[str, Plain]:
+    """The settings of a module, by name."""
+    ignored = _BASE | _NOTES | _ELSEWHERE | (_PLACED if _is_only_placed(module) else set())
+    found = {
+        name: describer.value(value, path)
+        for name, value in vars(module).items()
+        if name not in ignored and not _is_ours(value)
+    }
+    return {**found, "children": ("children", *module._modules)}
 
 
 class _Differences:
     """The rows of one model. Everything that is read of its modules is held."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        stock: dict[str, _StockModule],
-        describer: Describer,
-        watch: Watch,
+        self, model: PreTrainedModel, stock: dict[str, _Stock], describer: Describer, watch: Watch
     ) -> None:
-        self._stock, self._describer, self._watch = stock, describer, watch
-        self._exported = hasattr(model, "exported")
+        self._describer, self._exported = describer, hasattr(model, "exported")
         self.derived: list[Row] = []  # buffers whose dtype is not Transformers'
-        self.code: dict[type, list[Plain]] = {}  # replaced methods of classes
         self.rows: list[Row] = []
+        methods: dict[type, list[Plain]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            self._hold(module, path)
-            self.rows += [(path, row) for row in self._of(module, path)]
+            own, kind = vars(module), getattr(module, "stands_for", type(module))
+            watch.hold(module, path, _NOTES)
+            for name in ("_parameters", "_buffers", "_modules"):
+                watch.hold(own[name], path)
+            for name in _HOOKS:
+                watch.hold(own[name], None, frozenset({OUR_HOOK}))
+            if kind not in methods:
+                methods[kind] = describer.replaced(kind, "forward")
+            self.rows += [(path, row) for row in methods[kind]]
+            if not isinstance(module, AbsentTower):
+                found = self._of(module, path, stock.get(path, _Stock()))
+                self.rows += [(path, row) for row in found]
         home = vars(torch_module)
         for name, flags in _HOOKS.items():
-            every = f"_global{name}"
-            watch.container(home[every], None)
-            on_all = {n: home.get(f"_global{n}", {}) for n in flags} | {name: home[every]}
-            self.rows += [("*", ("of all modules", *row)) for row in self._hooks(on_all, name, "*")]
+            watch.hold(home[f"_global{name}"], None)
+            on_all = {n: home.get(f"_global{n}", {}) for n in (name, *flags)}
+            self.rows += [("*", ("of all modules", *row)) for row in self._hooks(on_all, name)]
 
-    def _hold(self, module: torch.nn.Module, path: str) -> None:
-        own = vars(module)
-        self._watch.holder(module, path, _NOTES)
-        for name in (*_TENSORS, "_modules"):
-            self._watch.container(own[name], path)
-        for name in _HOOKS:
-            self._watch.container(own[name], None, frozenset({OUR_HOOK}))
-
-    def _of(self, module: torch.nn.Module, path: str) -> Iterator[Plain]:
-        kind = module.stands_for if isinstance(module, AbsentTower) else type(module)
-        if kind not in self.code:
-            self.code[kind] = [*self._describer.replaced(kind)]
-        yield from self.code[kind]
-        if isinstance(module, AbsentTower):
-            return
-        part, own = self._stock.get(path), vars(module)
-        if part is None or part.kind is not kind:
-            yield ("kind", self._describer.kind(kind))
-        ignored = {name for name, value in own.items() if _is_ours(value)}
-        ignored |= {name for name in _MOVES if _is_of_accelerate(own.get(name))}
-        if _is_only_placed(module):
-            ignored |= _PLACED
-        ignored |= _BASE | _NOTES | _ELSEWHERE
-        mine = _settings_of(module, self._describer, path, frozenset(ignored))
-        other = part.settings if part is not None else {}
-        for name in sorted({**mine, **other}):
-            if mine.get(name) != other.get(name):
+    def _of(self, module: torch.nn.Module, path: str, stock: _Stock) -> Iterator[Plain]:
+        if stock.kind is not type(module):
+            yield ("kind", self._describer.kind(type(module)))
+        mine = _settings_of(module, self._describer, path)
+        for name in sorted({**mine, **stock.settings}):
+            if mine.get(name) != stock.settings.get(name):
                 yield ("setting", name, mine.get(name, "absent"))
         if module.training:
-            yield from self._training(module, path)
+            if _is_random(module):
+                raise ModelError(
+                    f"{path} ({type(module).__name__}) is in training mode, though the model is "
+                    "not, so its results vary; call model.eval()"
+                )
+            if not type(module).__module__.startswith("torch.nn."):  # whose other layers ignore it
+                yield ("training", "True")
         for home in _HOOKS:
-            yield from self._hooks(own, home, path)
+            yield from self._hooks(vars(module), home)
         if not self._exported:  # exported graphs already contain the buffer
-            yield from self._buffers(module, path, part.derived if part is not None else {})
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield ("extra state", self._describer.value(module.get_extra_state(), path))
+            yield from self._buffers(module, path, stock.derived)
 
-    def _hooks(self, homes: Record, name: str, path: str) -> Iterator[Plain]:
+    def _hooks(self, homes: Record, name: str) -> Iterator[Plain]:
         for key, hook in homes[name].items():
             if not _is_known(key, hook):
                 how = tuple(flag for flag in _HOOKS[name] if key in homes[flag])
                 yield ("hook", name, self._describer.private(hook), how)
 
-    def _training(self, module: torch.nn.Module, path: str) -> Iterator[Plain]:
-        if _is_random(module):
-            raise ModelError(
-                f"{path} ({type(module).__name__}) is in training mode, though the model is "
-                "not, so its results vary; call model.eval()"
-            )
-        if _reads_training(type(module)):
-            yield ("training", "True")
-
     def _buffers(
-        self, module: torch.nn.Module, path: str, derived: dict[str, torch.Tensor]
+        self, module: torch.nn.Module, path: str, derived: Mapping[str, torch.Tensor]
     ) -> Iterator[Plain]:
         for name in sorted(module._non_persistent_buffers_set):
             buffer, stock = module._buffers.get(name), derived.get(name)
@@ -719,53 +591,38 @@ def _reads_as(buffer: torch.Tensor, stock: torch.Tensor) -> bool:
 
 def _is_random(module: torch.nn.Module) -> bool:
     """Whether a module in training mode gives varying results."""
-    if isinstance(module, upstream.DROPOUT.needed()):
+    if isinstance(module, upstream.Dropout):
         return bool(module.p > 0)
-    if isinstance(module, upstream.NORM.needed()):
+    if isinstance(module, upstream.RunningNorm):
         return bool(module.track_running_stats)
-    if isinstance(module, torch.nn.RReLU):
-        return True
-    if not _reads_training(type(module)):
-        return False
-    return not is_library(type(module).__module__) or any(
-        isinstance(value, int | float) and value > 0 and any(word in name for word in _NOISE)
+    return isinstance(module, torch.nn.RReLU) or any(
+        isinstance(value, int | float) and value > 0 and any(word in name for word in _RANDOM)
         for name, value in vars(module).items()
     )
-
-
-def _reads_training(kind: type) -> bool:
-    """Whether the methods of a module's class read the training mode."""
-    bases = kind.__mro__[: kind.__mro__.index(torch.nn.Module)]
-    functions = (inspect.unwrap(f) for b in bases for f in vars(b).values() if callable(f))
-    return any("training" in f.__code__.co_names for f in functions if isinstance(f, FunctionType))
 
 
 def _is_known(key: object, hook: object) -> bool:
     """Whether a hook is ours, or one of those by which libraries only record."""
     function = hook.__func__ if isinstance(hook, MethodType) else hook
-    if not isinstance(function, FunctionType):
+    if key == OUR_HOOK or not isinstance(function, FunctionType):
         return key == OUR_HOOK
     module, name, *_ = place_of(function)
-    return key == OUR_HOOK or (module, name.rpartition(".")[2]) in upstream.SILENT_HOOKS
+    return (module, name.rpartition(".")[2]) in upstream.SILENT_HOOKS
 
 
 def _is_ours(value: object) -> bool:
-    """Whether we set a value: a graph in place of a module, which is named elsewhere."""
-    named = value if type(value) is FunctionType else type(value)
-    return str(named.__module__).startswith("keepsight.")
-
-
-def _is_of_accelerate(value: object) -> bool:
-    return isinstance(value, FunctionType) and value.__globals__.get("__name__", "").startswith(
-        "accelerate."
-    )
+    """Whether we set a value (a graph in place of a module, named elsewhere), or accelerate did,
+    whose functions warn who moves a model spread over devices."""
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__")).startswith(("keepsight.", "accelerate."))
+    return type(value).__module__.startswith("keepsight.")
 
 
 def _is_only_placed(module: torch.nn.Module) -> bool:
     """Whether accelerate only moves the inputs of a module to its device."""
-    own = vars(module)
-    hook, old = own.get("_hf_hook"), own.get("_old_forward")
-    if hook is None or not type(hook).__module__.startswith("accelerate."):
+    hook: Any = vars(module).get("_hf_hook")
+    old = vars(module).get("_old_forward")
+    if not type(hook).__module__.startswith("accelerate."):
         return False
     hooks = getattr(hook, "hooks", (hook,))
     if any(type(one).__name__ != "AlignDevicesHook" or one.offload for one in hooks):
@@ -781,9 +638,8 @@ class Identity:
 
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self._model, self._family = model, family
-        self._private, self._digests = _Private(), _Digests()
+        self._digests = _Digests()
         self._watch: Watch | None = None
-        self._source: TowerSource | None = None
         self._announced = 0  # changes that nothing shows
         self.all = self.vision = self.config = self.code = ""
         self.settings = ""  # settings of the tower
@@ -806,17 +662,17 @@ class Identity:
             self.changes += tensors
         if settle(self._model) and self._watch is not None:
             moved |= self._watch.moved()[0]
-        self._describe(moved, remembered)
+        self._describe(moved, remembered or {})
         return True
 
     def announce(self) -> None:
         """Read everything again. If nothing shows a change it is one that only its author knows:
         the model is private from now on, with a memory of its own."""
         before = self.state
-        self._describe({""}, None)
+        self._describe({""}, {})
         if self.state == before:
             self._announced += 1
-            self._describe(set(), None)
+            self._describe(set(), {})
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -828,109 +684,97 @@ class Identity:
         names = ("all", "vision", "tensors", "vision_tensors", "dtype", "vision_dtype")
         return {name: getattr(self, name) for name in names}
 
-    def _describe(self, moved: set[Owner], remembered: dict[str, str] | None) -> None:
+    def _describe(self, moved: set[Owner], remembered: dict[str, str]) -> None:
         self._watch = None  # until everything is described
-        watch, remembered = Watch(), remembered or {}
-        self._forget([path for path in moved if path is not None])
-        self._source = next((part.source for part in absent_parts(self._model)), None)
-        named = list(self._named())
-        _check_readable(named)
+        watch, model = Watch(), self._model
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *_persistent(model, model.named_buffers(remove_duplicate=False)),
+        ]
+        self._forget(named, [path for path in moved if path is not None])
+        if any(tensor.is_meta for _, tensor in named):
+            raise UnreadableWeights(
+                "some weights are on the meta device (offloaded, or never loaded): they cannot "
+                "be fingerprinted, so nothing could be remembered safely. Load the model whole."
+            )
         for name, tensor in named:
             watch.tensor(tensor, name.rpartition(".")[0])
-        places = {id(part): path for path, part in self._model.named_modules()}
-        describer = Describer(watch, places, self._digests.of, self._private)
-        config = describer.value(self._model.config, None)
-        found = _Differences(self._model, _stock_of(self._model, config), describer, watch)
+        places = {id(part): path for path, part in model.named_modules()}
+        describer = Describer(watch, places, self._digests.of)
+        config = describer.value(model.config, None)
+        found = _Differences(model, _stock_of(model, config), describer, watch)
         rows = [*found.rows, *_unusual(named, describer)]
         if self._announced:
-            rows.append(("*", ("announced", self._private.name, str(self._announced))))
+            rows.append(("*", ("announced", nameless.PROCESS, str(self._announced))))
         self.config = digests.digest("config", repr(config))
-        self.code = digests.digest(
-            "code", repr([row for rows in found.code.values() for row in rows])
-        )
+        self.code = digests.digest("code", _written(rows))
         self.settings = self._family.vision_settings()
-        self._name(remembered, rows, named)
-        self._note_dtypes(remembered, found.derived)
+        self._name(remembered, named, rows, found.derived)
         watch.seal()
         self._digests.drop_unused()
         if not watch.moved()[0]:  # unchanged while it was read
             self._watch = watch
 
-    def _forget(self, paths: list[str]) -> None:
+    def _forget(self, named: Named, paths: list[str]) -> None:
         """Have the tensors of changed modules and those below them read again: a changed module may
         have changed them in a way that nothing shows."""
-        forgotten = [tensor for name, tensor in self._named() if _below(name, paths)]
+        forgotten = [tensor for name, tensor in named if _below(name, paths)]
         self._digests.forget(forgotten)
         self.on_forget(forgotten)
 
     def _name(
-        self, remembered: dict[str, str], rows: list[Row], named: list[tuple[str, torch.Tensor]]
+        self, remembered: dict[str, str], named: Named, rows: list[Row], derived: list[Row]
     ) -> None:
-        text = self._text_paths()
-        seen = [(path, row) for path, row in rows if not _below(path, text)]
+        found = self._names(remembered, "", named, rows, derived)
+        self.tensors, self.all, self.is_private, self.dtype = found
+        text = {id(module) for module in self._family.text_modules()}
+        paths = [path for path, module in self._model.named_modules() if id(module) in text]
+        vision = [*_persistent(self._model, self._family.vision_weights())]
+        seen, other = ([row for row in of if not _below(row[0], paths)] for of in (rows, derived))
+        found = self._names(remembered, "vision_", vision, seen, other)
+        self.vision_tensors, self.vision, self.vision_is_private, self.vision_dtype = found
+
+    def _names(
+        self,
+        remembered: dict[str, str],
+        part: str,
+        named: Named,
+        rows: list[Row],
+        derived: list[Row],
+    ) -> tuple[str, str, bool, str]:
+        """The digest of some weights, their name with the rows, whether it is private, and their
+        dtype: the one that all share, or a digest of the dtypes by name."""
+        absent = [weight for part in absent_parts(self._model) for weight in part.weights]
         # The names of weights that are not PyTorch's: in graphs, or in MLX.
         exported = getattr(getattr(self._model, "exported", None), "weights", None) or {}
-        if exported:
-            self.tensors, self.vision_tensors = exported["all"], exported["vision"]
-        elif {"tensors", "vision_tensors"} <= remembered.keys():
-            self.tensors, self.vision_tensors = remembered["tensors"], remembered["vision_tensors"]
-        else:
-            absent = [(name, digest) for name, digest, _ in self._absent()]
-            by_name = {name: self._digests.of(tensor) for name, tensor in named}
-            vision = [(name, by_name[name]) for name, _ in self._vision()]
-            self.tensors = digests.fingerprint_of([*by_name.items(), *absent])
-            self.vision_tensors = digests.fingerprint_of([*vision, *absent])
-        self.all, self.vision = self.tensors, self.vision_tensors
+        tensors = exported.get(part.rstrip("_") or "all") or remembered.get(f"{part}tensors")
+        if tensors is None:
+            own = [(path, self._digests.of(tensor)) for path, tensor in named]
+            tensors = digests.fingerprint_of([*own, *((path, found) for path, found, _ in absent)])
+        name, written = tensors, _written(rows)
         if rows or not exported:
-            self.all = digests.digest("model", self.tensors, _written(rows))
-        if seen or not exported:
-            self.vision = digests.digest("vision", self.vision_tensors, _written(seen))
-        self.is_private = self._private.name in _written(rows)
-        self.vision_is_private = self._private.name in _written(seen)
-
-    def _note_dtypes(self, remembered: dict[str, str], derived: list[Row]) -> None:
-        """Record the dtypes of the weights. Those of an absent tower are in its files."""
-        if self._source is not None and {"dtype", "vision_dtype"} <= remembered.keys():
-            self.dtype, self.vision_dtype = remembered["dtype"], remembered["vision_dtype"]
-            return
-        absent = [(name, dtype) for name, _, dtype in self._absent() if dtype]
-        text = self._text_paths()
-        seen = [(name, dtype) for name, dtype in derived if not _below(name, text)]
-        self.dtype = _dtype(self._named(), absent, derived)
-        self.vision_dtype = _dtype(self._vision(), absent, seen)
-
-    def _vision(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from _persistent(self._model, self._family.vision_weights())
-
-    def _absent(self) -> list[AbsentWeight]:
-        """The weights of a tower that was left out, by name."""
-        return [] if self._source is None else self._source.weights()
-
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._model.named_parameters(remove_duplicate=False)
-        yield from _persistent(self._model, self._model.named_buffers(remove_duplicate=False))
-
-    def _text_paths(self) -> list[str]:
-        """The paths of the text-only modules."""
-        text = {id(module) for module in self._family.text_modules()}
-        return [path for path, module in self._model.named_modules() if id(module) in text]
+            name = digests.digest(part.rstrip("_") or "model", tensors, written)
+        dtypes = [(path, kind) for path, tensor in named if (kind := dtype_of(tensor))]
+        dtypes += [(path, kind) for path, _, kind in absent if kind]
+        dtype = dtypes[0][1] if dtypes else ""
+        if derived or {kind for _, kind in dtypes} != {dtype}:
+            more = [sorted(derived)] if derived else []
+            dtype = digests.digest("dtypes", sorted(dtypes), *more)
+        return tensors, name, nameless.PROCESS in written, dtype
 
 
-def _unusual(named: list[tuple[str, torch.Tensor]], describer: Describer) -> Iterator[Row]:
+def dtype_of(tensor: torch.Tensor) -> str:
+    """The dtype of a weight; empty if its values are no floating numbers."""
+    return str(tensor.dtype) if tensor.is_floating_point() else ""
+
+
+def _unusual(named: Named, describer: Describer) -> Iterator[Row]:
     """What weights of special classes hold besides their values."""
     for name, tensor in named:
         if type(tensor) not in _USUAL:
             path = name.rpartition(".")[0]
             parts = (describer.kind(type(tensor)), describer.value(vars(tensor), path))
             yield path, ("weight", name, *parts)
-
-
-def _check_readable(named: list[tuple[str, torch.Tensor]]) -> None:
-    if any(tensor.is_meta for _, tensor in named):
-        raise UnreadableWeights(
-            "some weights are on the meta device (offloaded, or never loaded): they cannot "
-            "be fingerprinted, so nothing could be remembered safely. Load the model whole."
-        )
 
 
 def _below(name: str, paths: list[str]) -> bool:
@@ -942,33 +786,16 @@ def _written(rows: list[Row]) -> str:
     return repr(sorted(rows, key=repr))
 
 
-def _dtype(
-    named: Iterator[tuple[str, torch.Tensor]],
-    absent: list[tuple[str, str]],
-    derived: list[Row],
-) -> str:
-    """The dtype that all floating weights share, or a digest of the dtypes by name."""
-    here = ((name, str(t.dtype)) for name, t in named if t.is_floating_point())
-    held = sorted([*here, *absent])
-    dtypes = {dtype for _, dtype in held}
-    if len(dtypes) == 1 and not derived:
-        return dtypes.pop()
-    return digests.digest("dtypes", held, *([sorted(derived)] if derived else []))
-
-
 def _persistent(
     model: PreTrainedModel, named: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Leave out derived buffers: rope tables change with the prompt length."""
     derived = {
-        id(module._buffers[name])
+        id(module._buffers.get(name))
         for module in model.modules()
         for name in module._non_persistent_buffers_set
-        if module._buffers.get(name) is not None
     }
-    for name, tensor in named:
-        if id(tensor) not in derived:
-            yield name, tensor
+    return ((name, tensor) for name, tensor in named if id(tensor) not in derived)
 
 
 def settle(model: torch.nn.Module) -> bool:
@@ -991,7 +818,7 @@ class ProcessorCode:
     """How a live processor's code differs from its library's: it decides what enters a tower."""
 
     def __init__(self, processor: Processor | None) -> None:
-        self._processor, self._private = processor, _Private()
+        self._processor = processor
         self._watch: Watch | None = None
         self._digest, self._announced = "", 0
 
@@ -1009,17 +836,16 @@ class ProcessorCode:
     def _described(self, watch: Watch, own: Record) -> str:
         names = ("image_processor", "video_processor", "feature_extractor")
         parts = [self._processor, *(own[name] for name in names if own.get(name) is not None)]
-        describer = Describer(watch, {}, digests.weight_digest, self._private)
+        describer = Describer(watch, {}, digests.weight_digest)
         rows: list[Plain] = []
         if self._announced:
-            rows.append((self._private.name, str(self._announced)))
+            rows.append((nameless.PROCESS, str(self._announced)))
         for number, part in enumerate(parts):
-            watch.holder(part, None)
-            kind = type(part)
-            if not is_library(kind.__module__):
-                rows.append((str(number), describer.kind(kind)))
-            found = describer.replaced(kind, ("preprocess", "_preprocess", "__call__"))
-            rows += [row for row in found if self._private.name in repr(row)]
+            watch.hold(part, None)
+            if not is_library(type(part).__module__):
+                rows.append((str(number), describer.kind(type(part))))
+            found = describer.replaced(type(part), "preprocess", "_preprocess", "__call__")
+            rows += [row for row in found if nameless.PROCESS in repr(row)]
             rows += [
                 (str(number), name, describer.private(value))
                 for name, value in vars(part).items()

@@ -53,8 +53,9 @@ def model_path(name: str) -> str:
 def load_named(
     path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
-    """The model in eval mode, and the name of the files with all its weights."""
-    options = load_options(dtype, device_map, revision)
+    """The model in eval mode, and the name of the files from which its digests follow, if any."""
+    given = {"dtype": parse_dtype(dtype), "device_map": device_map, "revision": revision}
+    options = {name: value for name, value in given.items() if value is not None}
     if has_head(path, revision):  # which Transformers loads without saying what was missing
         with named_refusal(path), without_short_bars(path):
             return AutoModelForDecision.from_pretrained(path, **options).eval(), None
@@ -63,29 +64,10 @@ def load_named(
         model, found = AutoModelForImageTextToText.from_pretrained(
             path, output_loading_info=True, **options
         )
-    files = files_name(path, model, before, found, revision)
-    return thinking(model).eval(), files
-
-
-def files_name(
-    path: str, model: PreTrainedModel, before: Rows | None, found: Record, revision: str | None
-) -> str | None:
-    """The name of the files of a model just loaded, under which its digests may be remembered.
-
-    None if the files do not determine the model: for weights missing in them, which are random, and
-    for files that changed meanwhile. `before` is their earlier state; `found` lists what was
-    missing.
-    """
-    if found["missing_keys"] or found["mismatched_keys"] or files_of(path, revision) != before:
-        return None
-    return files_digest(path, model.dtype, revision)
-
-
-def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> Record:
-    """The options of `from_pretrained`."""
-    given = {"device_map": device_map, "revision": revision}
-    options = {name: value for name, value in given.items() if value is not None}
-    return {"dtype": parse_dtype(dtype), **options}
+    # Missing weights are random, and files may change meanwhile: then they do not name the model.
+    missing = found["missing_keys"] or found["mismatched_keys"]
+    named = not missing and files_of(path, revision) == before
+    return thinking(model).eval(), files_digest(path, model.dtype, revision) if named else None
 
 
 @contextmanager

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import itertools
 import os
-import secrets
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from keepsight.kinds import Record
-from keepsight.models import upstream
-from keepsight.system import forks
+from keepsight.models import nameless, upstream
 
 # Functions of `torch._C` that read a setting, without the leading "_get_", and their values in a
 # new process. A test names those of the installed torch that are in no table here.
@@ -86,9 +82,7 @@ _LIBRARIES = (
     "causal-conv1d", "flash-attn", "flash-attn-3", "flash-linear-attention", "kernels",
     "liger-kernel", "mamba-ssm", "opt-einsum", "xformers",
 )  # fmt: skip
-# Operands, and their results by IEEE rules: only changed registers give others.
-_LEAST, _HALF, _TINY, _HUGE, _ONE, _DUST = 2.0**-1022, 0.5, 5e-324, 2.0**200, 1.0, 2.0**-60
-_RIGHT = (2.0**-1023, 2.0**-874, 1.0, 1.0)
+_LEAST = 2.0**-1022  # whose half is no zero by IEEE rules
 
 
 def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
@@ -99,14 +93,11 @@ def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
     """
     accelerated = device != "cpu"
     readers, _ = _readers(accelerated)
-    try:
-        values = tuple([read() for read in readers])
-    except RuntimeError:
-        values = tuple([_carefully(read) for read in readers])
+    values = tuple([_value(read) for read in readers])
     found = [*_unusual(accelerated, values), *_environment()]
     found += [f"{name}={os.environ[name]}" for name in _LIVE if name in os.environ]
-    if (_LEAST * _HALF, _TINY * _HUGE, _ONE + _DUST, _ONE - _DUST) != _RIGHT:
-        found.append(f"arithmetic={_arithmetic()}")
+    if _LEAST / 2 == 0:
+        found.append("denormals=flushed")
     found += [f"mode={called(mode)}{_device_of(mode)}" for mode in upstream.modes()]
     return found + [f"{name}={called(function)}" for name, function in _foreign(chosen)]
 
@@ -142,7 +133,7 @@ def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...
     return tuple(r for r, _, _ in found), tuple((name, value) for _, name, value in found)
 
 
-def _carefully(read: _Reader) -> object:
+def _value(read: _Reader) -> object:
     try:
         return read()
     except RuntimeError:  # the old and the new way of choosing a precision, mixed
@@ -175,13 +166,6 @@ def _environment() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _arithmetic() -> str:
-    """The IEEE rules that this thread's registers break."""
-    flushed = [_LEAST * _HALF == 0.0, _TINY * _HUGE == 0.0]
-    rounded = [_ONE + _DUST, _ONE - _DUST]
-    return f"denormals flushed {flushed}, rounded to {rounded}"
-
-
 # -- registered functions and modes --------------------------------------------------------------
 
 
@@ -210,35 +194,10 @@ def _is_own(thing: object, library: str) -> bool:
     return place.split(".")[0] == library and getattr(sys.modules.get(place), name, None) is thing
 
 
-class _Numbers:
-    """A number for each foreign object, valid while it and this process live."""
-
-    def __init__(self) -> None:
-        self.start_anew()
-
-    def start_anew(self) -> None:
-        """Reset: at first, and after a fork."""
-        self.process = secrets.token_hex(8)
-        self._count = itertools.count()
-        self._known: list[tuple[weakref.ref[object], int]] = []
-
-    def of(self, thing: object) -> str:
-        self._known = [(ref, number) for ref, number in self._known if ref() is not None]
-        number = next((number for ref, number in self._known if ref() is thing), None)
-        if number is None:
-            number = next(self._count)
-            self._known.append((weakref.ref(thing), number))
-        return f"{self.process}-{number}"
-
-
-_numbers = _Numbers()
-forks.renew(_numbers.start_anew)
-
-
 def called(thing: object) -> str:
     """A name that two different objects never share, in this process or between two."""
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind is not thing and _is_own(kind, "torch"):
         return name
-    return f"{name} {_numbers.of(thing)}"
+    return f"{name} {nameless.PROCESS}-{nameless.number_of(thing)}"

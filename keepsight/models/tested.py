@@ -26,11 +26,6 @@ def is_newer_than_tested(version: str) -> bool:
         return True
 
 
-def newer_than_tested() -> bool:
-    """Whether the installed Transformers is newer than any tested one."""
-    return is_newer_than_tested(transformers.__version__)
-
-
 def refuse_unknown(
     place: str, more: Sequence[object], options: Mapping[str, object], known: Container[str] = ()
 ) -> None:

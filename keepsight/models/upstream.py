@@ -11,7 +11,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 from torch._higher_order_ops import scan as _scan
 from torch._ops import OpOverload
 from torch.backends import opt_einsum
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,11 +44,13 @@ from keepsight.kinds import Decoded, Inputs, Message, Options, Processor, Record
 from keepsight.models.tested import refuse_unknown
 
 __all__ = [
+    "Dropout",
     "DummyLayer",
     "DynamicSlidingWindowLayer",
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "LinearAttentionLayer",
+    "RunningNorm",
 ]
 
 # Hooks that only record what passes: Transformers leaves them on a model that was once asked for
@@ -170,21 +171,6 @@ def checkpoint_file(path: str, file: str, options: Options) -> str | None:
     given = {**options, "_raise_exceptions_for_missing_entries": False}
     found: str | None = cached_file(path, file, **given)
     return found
-
-
-def unfinished() -> Record:
-    """The overrides with which a class of models skips work after its weights are loaded."""
-
-    def finish(model: object, config: object, loaded: object, *_: object, **__: object) -> object:
-        return loaded
-
-    return {"_finalize_model_loading": staticmethod(finish)}
-
-
-def ignore_weights(model: PreTrainedModel, patterns: set[str]) -> None:
-    """Make Transformers silently skip weights of a checkpoint."""
-    known = model._keys_to_ignore_on_load_unexpected or ()
-    model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
 
 
 # -- processors ------------------------------------------------------------------------------------
@@ -379,8 +365,3 @@ def kernels_left_out() -> tuple[str, ...]:
 def switch(name: str) -> Callable[[], object] | None:
     """The function that reads one of torch's settings; None if this build has no such setting."""
     return getattr(torch._C, f"_get_{name}", None)
-
-
-# What is random in training; the fingerprint asks so.
-DROPOUT = SimpleNamespace(needed=lambda: _DropoutNd)
-NORM = SimpleNamespace(needed=lambda: _NormBase)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 
 from keepsight.core.runtime import Runtime
@@ -34,7 +33,6 @@ from keepsight.kinds import Inputs, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.models.identity import Identity
-from keepsight.models.tested import TESTED
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.render import Renderer
 from keepsight.stock.generate import Generated, generate
@@ -109,32 +107,6 @@ def settle(
         f"model type {kind!r} could not be shown exact: its logits differ from stock Transformers "
         f"by more than {_near(model):g} of their scale ({tried}); use it with Transformers alone"
     )
-
-
-def try_again(
-    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Identity
-) -> None:
-    """Refuse a model of a known type that is no longer exact with a Transformers newer than any
-    tested one. If it cannot be tried, log that."""
-    kind = model.config.model_type
-    cases = [] if processor is None else list(_plain_cases(model, processor))
-    if processor is None or not cases:
-        logger.warning(
-            "Transformers %s is newer than %s, with which model type %r was shown exact, and it "
-            "cannot be tried here: run `keepsight verify` on a whole model with its processor",
-            transformers.__version__,
-            TESTED["transformers"],
-            kind,
-        )
-        return
-    wrong = _first_difference(model, family, processor, weights, cases)
-    if wrong:
-        raise UnsupportedModel(
-            f"model type {kind!r} was exact with Transformers {TESTED['transformers']} and is "
-            f"not with {transformers.__version__} ({wrong}); install {TESTED['transformers']}, "
-            "or a newer Keepsight"
-        )
-    _check_messages(model, family, processor, weights)
 
 
 # -- the test prompts ----------------------------------------------------------------------------

@@ -169,9 +169,7 @@ def _idefics(kind: str, image_processor: Any) -> tuple[Any, Any, Any]:
 
 
 def _idefics3() -> tuple[Any, Any, Any]:
-    from transformers.models.idefics3.image_processing_pil_idefics3 import (
-        Idefics3ImageProcessorPil,
-    )
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     return _idefics("Idefics3", Idefics3ImageProcessorPil)
 
@@ -187,9 +185,7 @@ def _smolvlm() -> tuple[Any, Any, Any]:
 
 def _idefics2(splits: bool = False) -> tuple[Any, Any, Any]:
     """The masks say where padding begins: the two pictures are of different sizes."""
-    from transformers.models.idefics2.image_processing_pil_idefics2 import (
-        Idefics2ImageProcessorPil,
-    )
+    from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 
     names = {
         "image_boundary_token": "<fake_token_around_image>",

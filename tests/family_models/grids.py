@@ -183,9 +183,7 @@ def _video_llama_3(merge: int = 1) -> tuple[Any, Any, Any]:
         "patch_size": 14,
     }
     config = transformers.VideoLlama3Config(
-        text_config={**TEXT, "model_type": "qwen2"},
-        vision_config=vision,
-        **_ids(tokenizer, names),
+        text_config={**TEXT, "model_type": "qwen2"}, vision_config=vision, **_ids(tokenizer, names)
     )
     unit = (14 * merge) ** 2
     image_processor = VideoLlama3ImageProcessorPil(

@@ -126,42 +126,6 @@ def _llava_next_video() -> tuple[Any, Any, Any]:
     return _model("LlavaNextVideo"), config, processor
 
 
-def _qianfan_ocr() -> tuple[Any, Any, Any]:
-    names = {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-        "image_token": "<IMG_CONTEXT>",
-    }
-    tokenizer = tokenizer_with(names)
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": [32, 32],
-        "patch_size": [4, 4],
-        "layer_scale_init_value": 1.0,
-        "drop_path_rate": 0.0,
-    }
-    config = transformers.QianfanOCRConfig(
-        vision_config=vision,
-        text_config={**TEXT, "model_type": "qwen3", "head_dim": 16},
-        image_token_id=_id(tokenizer, "<IMG_CONTEXT>"),
-        image_seq_length=16,
-    )
-    tiles = {"size": {"height": 32, "width": 32}, "min_patches": 1, "max_patches": 3}
-    processor = processor_of(
-        "QianfanOCRProcessor",
-        _pil("got_ocr2", "GotOcr2ImageProcessorPil", **tiles),
-        tokenizer,
-        "<image>",
-        image_seq_length=16,
-    )
-    return _model("QianfanOCR"), config, processor
-
-
 def _lighton_ocr() -> tuple[Any, Any, Any]:
     names = {"image_token": "<|image_pad|>", "image_break_token": "<br>", "image_end_token": "<e>"}
     tokenizer = tokenizer_with(names)
@@ -319,11 +283,7 @@ def _cosmos3_omni() -> tuple[Any, Any, Any]:
             "head_dim": 16,
             "rope_parameters": rope,
         },
-        vision_config={
-            **vision,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        vision_config={**vision, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
         **_ids(tokenizer, _VISION_TOKENS),
     )
     processor = processor_of("Qwen3VLProcessor", _patches(16), tokenizer, _PACKED_IMAGE)
@@ -392,6 +352,41 @@ def _hunyuan_vl() -> tuple[Any, Any, Any]:
     return _model("HunYuanVL"), config, processor
 
 
+def _granite_docling() -> tuple[Any, Any, Any]:
+    tags = {f"tag_{r}{c}": f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4)}
+    names = {"image_token": "<image>", "fake": "<fake_token_around_image>", "all": "<global-img>"}
+    tokenizer = tokenizer_with({**names, **tags})
+    multipliers = {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+    }
+    config = transformers.GraniteDoclingConfig(
+        text_config={**TEXT, **multipliers},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "scale_factor": 2,
+            "deepstack_visual_indexes": [0, 1],
+            "use_fine_route": False,
+        },
+        image_token_id=_id(tokenizer, "<image>"),
+        tie_word_embeddings=False,
+    )
+    size = {"height": 32, "width": 32}
+    images = _pil("granite_docling", "GraniteDoclingImageProcessorPil", size=size, max_patches=3)
+    processor = processor_of(
+        "GraniteDoclingProcessor", images, tokenizer, "<image>", image_seq_len=16
+    )
+    return _model("GraniteDocling"), config, processor
+
+
 BUILDERS: dict[str, Builder] = {
     "vipllava": _vipllava,
     "llava_next_video": _llava_next_video,
@@ -406,4 +401,4 @@ BUILDERS: dict[str, Builder] = {
 }
 
 # Types that are refused, in words.
-REFUSED: dict[str, Builder] = {"qianfan_ocr": _qianfan_ocr, "qwen4_exp": _qwen4_exp}
+REFUSED: dict[str, Builder] = {"qwen4_exp": _qwen4_exp, "granite_docling": _granite_docling}

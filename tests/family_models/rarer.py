@@ -42,117 +42,6 @@ def _glmga() -> tuple[Any, Any, Any]:
     return _model("Glm46V"), config, processor_of("Glm46VProcessor", images, tokenizer, image)
 
 
-def _glm5_next() -> tuple[Any, Any, Any]:
-    tokenizer = tokenizer_with(_GLM_TOKENS)
-    size = {"shortest_edge": 16 * 28 * 28, "longest_edge": 64 * 28 * 28}
-    text = {
-        **TEXT,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "v_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "index_head_dim": 16,
-        "index_n_heads": 2,
-        "index_topk": 64,
-        "index_kpool": 4,
-        "linear_head_dim": 16,
-        "linear_num_heads": 4,
-        "hc_mult": 2,
-        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
-    }
-    config = transformers.Glm5NextConfig(
-        text_config=text,
-        vision_config={**_GLM_VISION, "projection_intermediate_size": 64},
-        **_ids(tokenizer, _GLM_TOKENS),
-    )
-    image = "<|begin_of_image|><|image|><|end_of_image|>"
-    images = _pil("glm5_next", "Glm5NextImageProcessorPil", size=size)
-    return _model("Glm5Next"), config, processor_of("Glm5NextProcessor", images, tokenizer, image)
-
-
-def _granite4_vision() -> tuple[Any, Any, Any]:
-    tokenizer = tokenizer_with({"image_token": "<image>"})
-    points = [[32, 32], [32, 64], [64, 32]]
-    images = _pil(
-        "llava_next",
-        "LlavaNextImageProcessorPil",
-        size={"shortest_edge": 32},
-        crop_size={"height": 32, "width": 32},
-        image_grid_pinpoints=points,
-    )
-    config = transformers.Granite4VisionConfig(
-        vision_config={**_SIGLIP, "hidden_size": 64},
-        text_config=TEXT,
-        qformer_config={"intermediate_size": 64},
-        image_token_index=_id(tokenizer, "<image>"),
-        image_grid_pinpoints=points,
-        downsample_rate="1/2",
-        deepstack_layer_map=[[0, 0], [1, 1]],
-        spatial_target_layers=[0, 1, 2, 3],
-        vision_feature_select_strategy="full",
-    )
-    processor = processor_of(
-        "Granite4VisionProcessor",
-        images,
-        tokenizer,
-        "<image>",
-        patch_size=4,
-        vision_feature_select_strategy="full",
-        downsample_rate="1/2",
-    )
-    return _model("Granite4Vision"), config, processor
-
-
-def _minimax_m3() -> tuple[Any, Any, Any]:
-    names = {
-        "image_token": "]<]image[>[",
-        "video_token": "]<]video[>[",
-        "vision_start_token": "]<]start of image[>[",
-        "vision_end_token": "]<]end of image[>[",
-    }
-    tokenizer = tokenizer_with(names)
-    text = {
-        **TEXT,
-        "head_dim": 16,
-        "rotary_dim": 8,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-        },
-        "dense_intermediate_size": 64,
-        "shared_intermediate_size": 32,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_block_size": 8,
-        "index_topk_blocks": 4,
-        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-        "mlp_layer_types": ["dense", "sparse"] * 2,
-    }
-    config = transformers.MiniMaxM3VLConfig(
-        text_config=text,
-        vision_config={
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "patch_size": 14,
-            "image_size": 112,
-        },
-        projector_hidden_size=64,
-        image_token_index=_id(tokenizer, "]<]image[>["),
-        video_token_index=_id(tokenizer, "]<]video[>["),
-    )
-    processor = processor_of("MiniMaxM3VLProcessor", _patches(14), tokenizer, "]<]image[>[")
-    return transformers.MiniMaxM3SparseForConditionalGeneration, config, processor
-
-
 def _deepseek_hybrid() -> tuple[Any, Any, Any]:
     tokenizer = tokenizer_with({"image_token": "<image_placeholder>"})
     config = transformers.DeepseekVLHybridConfig(
@@ -248,12 +137,7 @@ def glm_image() -> tuple[Any, Any]:
     tokenizer.bos_token = "<imb>"
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     config = transformers.GlmImageConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": 576,
-            "vision_vocab_size": 64,
-            "rope_parameters": rope,
-        },
+        text_config={**TEXT, "vocab_size": 576, "vision_vocab_size": 64, "rope_parameters": rope},
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -274,52 +158,9 @@ def glm_image() -> tuple[Any, Any]:
     return model, processor
 
 
-def _granite_docling() -> tuple[Any, Any, Any]:
-    tags = {f"tag_{r}{c}": f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4)}
-    names = {"image_token": "<image>", "fake": "<fake_token_around_image>", "all": "<global-img>"}
-    tokenizer = tokenizer_with({**names, **tags})
-    multipliers = {
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 0.25,
-    }
-    config = transformers.GraniteDoclingConfig(
-        text_config={**TEXT, **multipliers},
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 4,
-            "out_hidden_size": 64,
-            "scale_factor": 2,
-            "deepstack_visual_indexes": [0, 1],
-            "use_fine_route": False,
-        },
-        image_token_id=_id(tokenizer, "<image>"),
-        tie_word_embeddings=False,
-    )
-    size = {"height": 32, "width": 32}
-    images = _pil("granite_docling", "GraniteDoclingImageProcessorPil", size=size, max_patches=3)
-    processor = processor_of(
-        "GraniteDoclingProcessor", images, tokenizer, "<image>", image_seq_len=16
-    )
-    return _model("GraniteDocling"), config, processor
-
-
 BUILDERS: dict[str, Builder] = {
     "hyperclovax_vision_v2": _hyperclovax,
     "glmga": _glmga,
     "deepseek_vl_hybrid": _deepseek_hybrid,
     "deepseek_ocr2": _deepseek_ocr2,
-}
-
-# Types that are refused, in words.
-REFUSED: dict[str, Builder] = {
-    "glm5_next": _glm5_next,
-    "granite4_vision": _granite4_vision,
-    "minimax_m3_vl": _minimax_m3,
-    "granite_docling": _granite_docling,
 }

@@ -30,6 +30,7 @@ from keepsight.models.families.pixels import (
     SWITCHES,
     Part,
     Pixels,
+    Tensors,
     all_tensors,
     embedding_of,
     features_in,
@@ -188,7 +189,7 @@ class Family:
         }
         return Pixels(tensors, grid, layout)
 
-    def split(self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]) -> list[Pixels]:
+    def split(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split a processor's packed output into media, in prompt order.
 
         `rows` are the ids of each prompt of the batch, without padding.
@@ -197,9 +198,7 @@ class Family:
         refuse_dropped(media, tensors, self._encoder_inputs)
         return media
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split the tensors as the family packs its media."""
         pixels = tensors.get("pixel_values")
         if pixels is None:
@@ -241,7 +240,7 @@ class Family:
             )
         return total // rows
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pack the pixels of several media as a processor would, for stock forward."""
         names = media[0].tensors if media else {}
         return {name: torch.cat([m.tensors[name] for m in media]) for name in names}
@@ -258,13 +257,13 @@ class Family:
         """The dtype in which a tower wants pixels that does not cast them itself."""
         return None
 
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+    def encode(self, pixels: Pixels) -> tuple[Tensors, str]:
         """Run one medium through the tower, alone. Returns its features, and the form in which the
         model takes several.
         """
         return self.encode_together([pixels])[0]
 
-    def encode_together(self, media: Sequence[Pixels]) -> list[tuple[dict[str, torch.Tensor], str]]:
+    def encode_together(self, media: Sequence[Pixels]) -> list[tuple[Tensors, str]]:
         """Several pictures in one pass, packed as a processor would."""
         device, dtype = self.model.device, self.pixel_dtype
         joined = media[0].tensors if len(media) == 1 else self.join_pixels(media)
@@ -275,7 +274,7 @@ class Family:
         output = self.features_of({**inputs, **self.tower_tensors.of(joined, device)})
         return features_in(output, media)
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         """The output of Transformers' encoder for the tensors of one medium."""
         return self.encoder(**inputs, return_dict=True)
 
@@ -344,9 +343,7 @@ class Family:
 
     # -- further inputs of a prompt --------------------------------------------------------------
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         """Further inputs of the forward pass over tokens `start` to `end` of a prompt.
 
         `ids` and `types` (0 text, 1 image, 2 video, 3 audio) cover the whole prompt. If
@@ -354,22 +351,18 @@ class Family:
         """
         return {}
 
-    def media_inputs(
-        self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def media_inputs(self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int) -> Tensors:
         """The media inputs of tokens `start` to `end`, where the family has separate ones.
 
         `end` may be after the prompt: decoded tokens see what the last token of the prompt sees.
         """
         return {}
 
-    def step_inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
+    def step_inputs(self, rows: int, length: int) -> Tensors:
         """Further inputs of a decode step: one text token per row, `length` tokens with it."""
         return {}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         """What a processor adds to ids and pixels, for the stock path: shapes (1, n), grids."""
         inputs = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
         if self.mrope:

@@ -21,7 +21,7 @@ from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Grid, Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, parse_layout
+from keepsight.models.families.pixels import Pixels, Tensors, joined, parse_layout
 
 if TYPE_CHECKING:
     from transformers import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
         ProcessorMixin,
     )
 
-
-Tensors = dict[str, torch.Tensor]
 Span = tuple[int, int]  # range of the placeholders of one tile
 
 
@@ -155,10 +153,8 @@ class Idefics3(MarkedTiles):
         return {name: tensor[start:end][None] for name, tensor in tiles.items()}
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
-        """The tiles of one prompt in sequence."""
-        return {
-            name: torch.cat([m.tensors[name] for m in media], 1) for name in self.names if media
-        }
+        """The tiles of one prompt in sequence, each in the upper left corner of the largest."""
+        return joined(media, 1)
 
 
 class Idefics2(Idefics3):
@@ -202,17 +198,6 @@ class Idefics2(Idefics3):
             return part
         height, width = (int(seen.any(axis).nonzero()[-1]) + 1 for axis in (1, 0))
         return {name: tensor[..., :height, :width] for name, tensor in part.items()}
-
-    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
-        """Put each image into the upper left corner of the largest size."""
-        sizes = [medium.tensors["pixel_attention_mask"].shape[-2:] for medium in media]
-        height, width = (max((size[axis] for size in sizes), default=0) for axis in (0, 1))
-        grown = []
-        for medium, size in zip(media, sizes, strict=True):
-            rim = (0, width - size[1], 0, height - size[0])
-            filled = {n: torch.nn.functional.pad(t, rim) for n, t in medium.tensors.items()}
-            grown.append(dataclasses.replace(medium, tensors=filled))
-        return super().join_pixels(grown)
 
 
 class Lfm2Vl(MarkedTiles):
@@ -262,14 +247,7 @@ class Lfm2Vl(MarkedTiles):
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Each tile padded to the most patches."""
-        most = max((m.tensors["pixel_values"].shape[1] for m in media), default=0)
-        joined = {}
-        for name in self.names if media else ():
-            parts = [m.tensors[name] for m in media]
-            if name != "spatial_shapes":
-                parts = [_fill(part, most) for part in parts]
-            joined[name] = torch.cat(parts)
-        return joined
+        return joined(media)
 
 
 class MiniCpmV(MarkedTiles):
@@ -347,11 +325,6 @@ class MiniCpmV(MarkedTiles):
         }
 
 
-def _fill(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    more = tensor.new_zeros(len(tensor), rows - tensor.shape[1], *tensor.shape[2:])
-    return torch.cat([tensor, more], 1)
-
-
 _SIZES = "target_sizes"
 
 
@@ -360,8 +333,6 @@ class MiniCpmV47(MiniCpmV):
 
     The position of a token follows from the sizes of all tiles before it and the marks between
     them. So the sizes of a picture's tiles are its grid.
-
-    A picture and its slices, with their sizes as its grid.
     """
 
     def preprocess(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.kinds import Decoded, Options, Processor
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, all_tensors
+from keepsight.models.families.pixels import Pixels, Tensors, all_tensors
 from keepsight.models.families.tower_tensors import TowerTensors
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Mlcd(Family):
         dtype: torch.dtype = self.model.dtype
         return dtype
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         output = super().features_of(inputs)
         output.pooler_output = output.last_hidden_state
         return output

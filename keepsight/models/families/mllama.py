@@ -19,7 +19,7 @@ from keepsight.errors import PlaceholderMismatch, UnsupportedInput, UnsupportedM
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Decoded, Grid, Inputs, Options, Processor, Record
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Part, Pixels
+from keepsight.models.families.pixels import Part, Pixels, Tensors, joined
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.renamed import EncoderOutput
 
@@ -55,7 +55,7 @@ class Mllama(Family):
         projected: torch.Tensor = self.core.multi_modal_projector(seen)
         return projected
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> EncoderOutput:
+    def features_of(self, inputs: Tensors) -> EncoderOutput:
         """One row for each picture of one prompt."""
         pictures = inputs["pixel_values"].shape[1]
         return EncoderOutput(pooler_output=self._look(**inputs).reshape(pictures, -1))
@@ -69,9 +69,7 @@ class Mllama(Family):
         tiles = int(tensors["aspect_ratio_mask"].sum())
         return Pixels(tensors, {"num_tiles": [tiles]}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Images are nested in prompts; a prompt with fewer images has empty ones at its end."""
         if tensors.get("pixel_values") is None:
             return []
@@ -94,11 +92,7 @@ class Mllama(Family):
         return media
 
     def _check_mask(
-        self,
-        tensors: dict[str, torch.Tensor],
-        number: int,
-        row: np.ndarray,
-        grids: Sequence[Grid],
+        self, tensors: Tensors, number: int, row: np.ndarray, grids: Sequence[Grid]
     ) -> None:
         """What each token sees must follow from the places of the images."""
         given = tensors.get(_MASK)
@@ -108,9 +102,8 @@ class Mllama(Family):
         if not torch.equal(mine.long(), self._mask(row, grids, 0, len(row))[0]):
             raise UnsupportedInput(f"{_MASK} does not match the places of the images")
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
-        names = media[0].tensors if media else {}
-        return {name: torch.cat([m.tensors[name] for m in media], dim=1) for name in names}
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
+        return joined(media, 1)
 
     def check_package(self, package: Package) -> None:
         width = self.feature_width() * self._tiles * self._patches
@@ -142,14 +135,10 @@ class Mllama(Family):
         states = states.reshape(-1, self._patches, width)
         return {"cross_attention_states": states.to(device, dtype)}
 
-    def media_inputs(
-        self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def media_inputs(self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int) -> Tensors:
         return {_MASK: self._mask(ids, grids, start, end)} if grids else {}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         return self.media_inputs(ids, grids, 0, len(ids))
 
     def _mask(self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int) -> torch.Tensor:

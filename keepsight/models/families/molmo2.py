@@ -18,7 +18,7 @@ from keepsight.errors import DamagedFile, PlaceholderMismatch
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels
+from keepsight.models.families.pixels import Pixels, Tensors
 
 _POOLING = "image_token_pooling"
 
@@ -51,15 +51,11 @@ class Molmo2(Family):
         closed = np.concatenate([[-1], closed[:-1]])  # the closing token is part of the block
         return torch.from_numpy((opened > closed).astype(np.int64))[None]
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         # All images are in the first chunk.
         return {"mm_token_type_ids": self._block(ids[:end])} if types[start:end].any() else {}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         return {"mm_token_type_ids": self._block(ids)}
 
     # -- images ----------------------------------------------------------------------------------
@@ -68,9 +64,7 @@ class Molmo2(Family):
         tensors = {n: torch.as_tensor(processed[n]) for n in sorted(self._encoder_inputs)}
         return Pixels(tensors, {"image_grids": tensors["image_grids"].tolist()}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         if tensors.get("pixel_values") is None:
             return []
         missing = {*self._encoder_inputs, *self.also_takes} - tensors.keys()
@@ -88,7 +82,7 @@ class Molmo2(Family):
             before += pixels.shape[0] * pixels.shape[1]
         return media
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         joined = super().join_pixels(media)
         parts, before = [], 0
         for medium in media:

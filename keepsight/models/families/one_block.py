@@ -16,7 +16,7 @@ from keepsight.errors import PlaceholderMismatch, UnsupportedModel
 from keepsight.formats.package import Layout
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels
+from keepsight.models.families.pixels import Pixels, Tensors
 
 
 class Gemma3(Family):
@@ -28,8 +28,6 @@ class Gemma3(Family):
 
     Gemma 3 can add crops after an image ("pan and scan", off by default). No tensor says which rows
     are crops, so `generate` takes each for an image: the answers are equal, less is shared.
-
-    Every run of placeholders is one block, which is never cut.
     """
 
     sees_whole_media = True
@@ -44,16 +42,12 @@ class Gemma3(Family):
                 "gives no answers"
             )
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         if not types[start:end].any():
             return {}
         return {self.type_ids: _row(types[:end])}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         return {self.type_ids: _row(types)}
 
 
@@ -70,9 +64,7 @@ class Gemma4(Gemma3):
         text = model.config.get_text_config()
         self.sees_whole_media = text.use_bidirectional_attention == "vision"
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         return super().chunk_inputs(ids, types, start, end) if self.sees_whole_media else {}
 
     def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
@@ -80,9 +72,7 @@ class Gemma4(Gemma3):
         names = [name for name in processed if name in self._encoder_inputs]
         return Pixels({name: torch.as_tensor(processed[name]) for name in names}, {}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         pixels, places = tensors.get("pixel_values"), tensors.get("image_position_ids")
         if pixels is None:
             return []
@@ -131,14 +121,10 @@ class PaliGemma(Family):
         behind = spots[-1].end()
         return f"{text[:behind]}{processor.tokenizer.bos_token}{text[behind:]}\n"
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         return {"token_type_ids": torch.zeros(1, end - start, dtype=torch.long)}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         return self.chunk_inputs(ids, types, 0, len(ids))
 
     def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:

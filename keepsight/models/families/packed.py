@@ -17,7 +17,7 @@ from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedModel
 from keepsight.formats.package import Package
 from keepsight.kinds import Grid, Record
 from keepsight.models.families.base import Cast, Family
-from keepsight.models.families.pixels import Part, Pixels
+from keepsight.models.families.pixels import Part, Pixels, Tensors
 from keepsight.models.families.qwen_vl import QwenVL
 from keepsight.models.renamed import EncoderOutput
 
@@ -27,8 +27,6 @@ class PaddleOcrVL(Cast):
 
     `image_grid_thw` counts patches, and a token stands for a square of several. Qwen and GLM keep
     the size of the square on the tower; these keep it in the vision settings or beside each grid.
-
-    The vision settings say how many patches become one token.
 
     Most of these models cast pixels to the tower's dtype themselves, and Kimi's expects it done.
     """
@@ -48,9 +46,7 @@ class VideoLlama3(PaddleOcrVL):
     def merge_size(self) -> int:
         return 1
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         media = super().split_tensors(tensors, rows)
         if not media:
             return []
@@ -78,8 +74,6 @@ class Ernie45VLMoe(PaddleOcrVL):
     medium, go to the vision experts. Transformers takes the routing from the processor; without it,
     all tokens silently go to the text experts. Here it is computed from the ids. A decoded token
     always goes to the text experts, as in Transformers' `generate`.
-
-    Passes the routing of each chunk's tokens to the model.
     """
 
     decodes_as_prefilled = False  # ids that frame a medium when they are decoded
@@ -92,14 +86,10 @@ class Ernie45VLMoe(PaddleOcrVL):
             routes[np.isin(ids, own)] = value
         return torch.from_numpy(routes)[None]
 
-    def chunk_inputs(
-        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
-    ) -> dict[str, torch.Tensor]:
+    def chunk_inputs(self, ids: np.ndarray, types: np.ndarray, start: int, end: int) -> Tensors:
         return {"moe_mm_token_type_ids": self._routes(ids[start:end])}
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         inputs = super().prompt_inputs(ids, types, grids)
         return {**inputs, "moe_mm_token_type_ids": self._routes(ids)}
 
@@ -113,8 +103,6 @@ class HunyuanVL(Family):
 
     All of them use the image's placeholder id, and their features come from the tower. Its rope has
     four axes; the first counts tokens as plain positions do.
-
-    Patches on a grid, with an extra token per row.
     """
 
     def _grid_tokens(self, grid: Grid) -> int | None:
@@ -139,8 +127,6 @@ class Lfm3Vl(Cast, QwenVL):
     """LFM3-VL: patches on a grid, and a tower that does not cast its pixels.
 
     Users of stock Transformers cast the processor's output; so does this family.
-
-    Images and videos in the dtype of the model.
     """
 
 
@@ -150,8 +136,6 @@ class Glm4v(QwenVL):
     Placeholders between the marks of a video belong to it: one run per time step, followed by its
     time in seconds. All others are images. Transformers counts all placeholders for both kinds, so
     a stock prompt cannot hold both. Here features of both are inserted together, in prompt order.
-
-    One placeholder for images and videos; marks tell them apart.
     """
 
     @property
@@ -178,8 +162,6 @@ class GlmImage(Family):
     model between calls. So it answers nothing here, and no prefix is remembered; stock `generate`
     gets features for the pictures to read. A processor's grids have an extra row per prompt, for
     the picture to draw.
-
-    Patches on a grid, one row of features for each.
     """
 
     packages_only = (
@@ -191,9 +173,7 @@ class GlmImage(Family):
         super().__init__(model)
         self._encoder_inputs = {"pixel_values", _GRIDS}
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """The pictures to read: the first grids of each prompt, as its placeholders need."""
         if tensors.get("pixel_values") is None:
             return []
@@ -211,7 +191,7 @@ class GlmImage(Family):
             given.pop(0)  # the picture to draw
         return super().split_tensors({**tensors, _GRIDS: torch.tensor(seen)}, rows)
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         """One row for each patch, where Transformers gives channels on a grid."""
         output = super().features_of(inputs)
         output.pooler_output = [picture.flatten(1).T for picture in output.pooler_output]

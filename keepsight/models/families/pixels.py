@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+Tensors = dict[str, torch.Tensor]
 Part = tuple[Package, int, int]  # rows a to b of a package
 # Parameters of encoders that say how to run, not what to read.
 SWITCHES = {
@@ -34,7 +35,7 @@ SWITCHES = {
 class Pixels:
     """One medium, ready for the tower: its tensors, and what the prompt needs to know about it."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
     grid: Grid
     layout: Layout
     modality: str = "image"
@@ -100,7 +101,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 def features_in(
     output: BaseModelOutputWithPooling, media: Sequence[Pixels]
-) -> list[tuple[dict[str, torch.Tensor], str]]:
+) -> list[tuple[Tensors, str]]:
     """The features of each medium, and the form in which the model takes several."""
     pooled = output.pooler_output
     container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
@@ -122,14 +123,29 @@ def features_in(
     return made
 
 
+def joined(media: Sequence[Pixels], axis: int = 0) -> Tensors:
+    """The tensors of all media in sequence, each filled with zeros to the size of the largest."""
+    names = media[0].tensors if media else {}
+    return {name: _in_sequence([m.tensors[name] for m in media], axis) for name in names}
+
+
+def _in_sequence(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    sizes = [max(lengths) for lengths in zip(*(part.shape for part in parts), strict=True)]
+    sizes[axis] = sum(part.shape[axis] for part in parts)
+    room, start = parts[0].new_zeros(sizes), 0
+    for part in parts:
+        place = [slice(length) for length in part.shape]
+        place[axis] = slice(start, start := start + part.shape[axis])
+        room[tuple(place)] = part
+    return room
+
+
 def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Some rows of features, in any of their forms."""
     return tensor.reshape(-1, tensor.shape[-1])[start:end]
 
 
-def with_others(
-    media: list[Pixels], tensors: dict[str, torch.Tensor], names: set[str]
-) -> list[Pixels]:
+def with_others(media: list[Pixels], tensors: Tensors, names: set[str]) -> list[Pixels]:
     """The media with their parts of all other tensors of these names, such as masks, that have a
     row per medium or per row of pixels."""
     for name in sorted(names & tensors.keys()):
@@ -145,9 +161,7 @@ def with_others(
     return media
 
 
-def refuse_dropped(
-    media: Sequence[Pixels], tensors: dict[str, torch.Tensor], names: set[str]
-) -> None:
+def refuse_dropped(media: Sequence[Pixels], tensors: Tensors, names: set[str]) -> None:
     """Every tensor that the encoder takes must reach it with some medium."""
     carried = {name for medium in media for name in medium.tensors}
     for name in sorted(names & tensors.keys() - carried):
@@ -166,9 +180,7 @@ def settled(config: Record) -> Record:
     return {n: settled(v) if isinstance(v, dict) else v for n, v in remaining.items()}
 
 
-def with_sizes(
-    tensors: dict[str, torch.Tensor], *axes: str
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def with_sizes(tensors: Tensors, *axes: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`pixel_values` with one image per row, and each image's height and width from
     `image_sizes`."""
     pixels, sizes = tensors.get("pixel_values"), tensors.get("image_sizes")

@@ -17,7 +17,7 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Clip, Grid, Options, Record
 from keepsight.models import upstream
-from keepsight.models.families.pixels import Part, Pixels, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, Tensors, joined, parse_layout, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ class QwenOmni(QwenVL):
         tokens = upstream.sound_tokens(self.core.audio_tower, length)
         return Pixels(tensors, {"audio_seqlens": [length]}, (tokens,), "audio")
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         if "use_audio_in_video" in tensors:
             raise UnsupportedInput(
                 "use_audio_in_video interleaves two media, which is not supported"
@@ -111,19 +109,12 @@ class QwenOmni(QwenVL):
             *(self._clip(clip, int(n)) for clip, n in zip(features, lengths, strict=True)),
         ]
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pack each kind as the processor does; clips are padded to the longest."""
-        joined = super().join_pixels([m for m in media if m.modality != "audio"])
-        clips = [m.tensors for m in media if m.modality == "audio"]
-        if clips:
-            longest = max(clip[AUDIO[1]].shape[1] for clip in clips)
-            for name in AUDIO:
-                pad = torch.nn.functional.pad
-                parts = [pad(clip[name], (0, longest - clip[name].shape[-1])) for clip in clips]
-                joined[name] = torch.cat(parts)
-        return joined
+        clips = joined([medium for medium in media if medium.modality == "audio"])
+        return {**super().join_pixels([m for m in media if m.modality != "audio"]), **clips}
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         if AUDIO[0] not in inputs:
             return super().features_of(inputs)
         sound = {AUDIO[0]: inputs[AUDIO[0]].to(self.model.dtype)}
@@ -154,9 +145,7 @@ class QwenOmni(QwenVL):
             )
         return inputs
 
-    def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
-    ) -> dict[str, torch.Tensor]:
+    def prompt_inputs(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> Tensors:
         """Also gives positions: stock `generate` cannot know the lengths of clips it is not
         given."""
         grid = self.rope_grid(grids)

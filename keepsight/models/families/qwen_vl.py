@@ -17,7 +17,7 @@ from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Clip, Grid, Options, Processor, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Part, Pixels, parse_layout
+from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -98,9 +98,7 @@ class QwenVL(Family):
             tensors, described, layout, "video", {self.times_name: seconds} if seconds else {}
         )
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         images = super().split_tensors(tensors, rows)
         pixels, grids = (tensors.get(name) for name in VIDEO)
         if pixels is None:
@@ -125,7 +123,7 @@ class QwenVL(Family):
             raise InputError(f"{self.times_name} has {len(values)} values for {count} videos")
         return [[float(value)] for value in values]
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         if VIDEO[0] in inputs:
             return self.core.get_video_features(**inputs, return_dict=True)
         return super().features_of(inputs)

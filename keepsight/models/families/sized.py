@@ -16,7 +16,7 @@ from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Inputs, Options
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, parse_layout, with_sizes
+from keepsight.models.families.pixels import Pixels, Tensors, joined, parse_layout, with_sizes
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -46,9 +46,7 @@ class LlavaNext(Family):
             tensors["batch_num_images"] = torch.tensor([2 if several else 1])
         return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split by image, each with its own tiles only."""
         given = with_sizes(tensors, "images", "tiles", "channels", "height", "width")
         if given is None:
@@ -66,7 +64,7 @@ class LlavaNext(Family):
             media.append(self._pixels({**part, "batch_num_images": among}, layout))
         return media
 
-    def _among(self, tensors: dict[str, torch.Tensor], images: int) -> list[int]:
+    def _among(self, tensors: Tensors, images: int) -> list[int]:
         """For each image, the number of images in its prompt, if the processor gives it."""
         given = tensors.get("batch_num_images")
         among = [1] * images if given is None else [n for n in given.tolist() for _ in range(n)]
@@ -93,19 +91,12 @@ class LlavaNext(Family):
         )
         return int(counts[0])
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pad each image to as many tiles as the largest has."""
-        if not media:
-            return {}
-        parts = [m.tensors["pixel_values"] for m in media]
-        most = max(part.shape[1] for part in parts)
-        filled = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
-        sizes = torch.cat([m.tensors["image_sizes"] for m in media])
-        joined = {"pixel_values": torch.cat(filled), "image_sizes": sizes}
-        if "batch_num_images" in self._encoder_inputs:
-            alone = int(media[0].tensors["batch_num_images"]) == 1
-            joined["batch_num_images"] = torch.tensor([1] * len(media) if alone else [len(media)])
-        return joined
+        packed = joined(media)
+        if media and int(packed.get("batch_num_images", torch.ones(1))[0]) > 1:
+            packed["batch_num_images"] = torch.tensor([len(media)])
+        return packed
 
 
 class Mistral3(Family):
@@ -136,9 +127,7 @@ class Mistral3(Family):
         tensors = {name: torch.as_tensor(processed[name]) for name in names}
         return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split by image, each cropped to its own size."""
         given = with_sizes(tensors, "images", "channels", "height", "width")
         if given is None:
@@ -157,14 +146,6 @@ class Mistral3(Family):
             media.append(self._pixels(part, (width // cell,) * (height // cell)))
         return media
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Put each image into the upper left corner of the largest size."""
-        if not media:
-            return {}
-        parts = [m.tensors["pixel_values"] for m in media]
-        sizes = torch.cat([m.tensors["image_sizes"] for m in media])
-        height, width = sizes.max(0).values.tolist()
-        room = parts[0].new_zeros(len(parts), parts[0].shape[1], height, width)
-        for i, part in enumerate(parts):
-            room[i, :, : part.shape[2], : part.shape[3]] = part[0]
-        return {"pixel_values": room, "image_sizes": sizes}
+        return joined(media)

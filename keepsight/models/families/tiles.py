@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.kinds import Decoded, Options, Record
 from keepsight.models.families.base import Cast, Family
-from keepsight.models.families.pixels import Part, Pixels, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout, rows_of
 from keepsight.models.renamed import EncoderOutput
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ class InternVL(Family):
 
     A processor's packed output holds the tiles of all images in sequence; only the runs of
     placeholders tell where one image ends.
-
-    One run of placeholders is one image; its tiles go through the tower together.
     """
 
     def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
@@ -50,18 +48,13 @@ class GotOcr2(InternVL):
     """Families whose processor takes several pages for one image (GOT-OCR 2).
 
     Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
-
-    Tiled like InternVL; the text of an image depends on pages and on tokens per tile.
     """
 
     def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
         """One page through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(
-            processed,
-            0,
-            num_pages_per_batch=[1],
-            num_image_tokens=processor.num_image_tokens,
+            processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
         )
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(text, placeholder))
@@ -79,8 +72,6 @@ class AyaVision(Family):
     processor's packed output holds the tiles of all images in sequence, without a tensor that says
     where an image ends. The prompt says it: a token closes each image. Without that token, each
     tile is taken for an image of its own: the answers are equal, less is shared.
-
-    An image is every run up to the token that closes it.
     """
 
     behind = 0  # tokens between a tile and the one that closes its image
@@ -90,9 +81,7 @@ class AyaVision(Family):
         spot = end + self.behind
         return int(row[spot]) if spot < len(row) else None
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         pixels = tensors.get("pixel_values")
         if pixels is None:
             return []
@@ -158,9 +147,7 @@ class Ovis2(AyaVision):
         """The last of the frame tokens; after an image of a single tile it is another one."""
         return int(self._frame[-1])
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split as for all framed tiles; frame tokens must belong to a prompt with an image."""
         for row in rows:
             framed = np.isin(row, self._frame.numpy()).any()
@@ -189,8 +176,6 @@ class Llama4(AyaVision):
 
     The tower's output is stored in the tower's own width, and the model projects it in each forward
     pass. So the features are `last_hidden_state`, and nothing is pooled.
-
-    Tiles of unprojected features.
     """
 
     beside_the_tower = ("multi_modal_projector",)
@@ -215,7 +200,7 @@ class Llama4(AyaVision):
         dtype: torch.dtype = self.core.vision_model.dtype
         return dtype
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
+    def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         output = super().features_of(inputs)
         output.pooler_output = output.last_hidden_state
         return output
@@ -233,15 +218,11 @@ class Step3p7(Family):
     Step 3.7 and DeepSeek-OCR 2. The whole views of all images are one tensor, the local views of
     all images another, and `num_local_patches` gives each image's number of them. An image's
     features are those of its local views, then those of the whole.
-
-    One whole view per image, and a number of local ones.
     """
 
     separators = 0  # tokens after the views of an image
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Each image's whole view, its local views and their number."""
         whole, local = tensors.get("pixel_values"), tensors.get("pixel_values_local")
         if whole is None:
@@ -266,7 +247,7 @@ class Step3p7(Family):
             media.append(self._pixels(part, (tokens,)))
         return media
 
-    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pack the pixels; only some images have local views."""
         names = sorted({name for medium in media for name in medium.tensors})
         return {n: torch.cat([m.tensors[n] for m in media if n in m.tensors]) for n in names}

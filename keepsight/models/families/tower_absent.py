@@ -8,8 +8,8 @@ tower, including the projector, because features are made after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -25,24 +25,17 @@ LEFT_OUT = (
 )
 
 
-class TowerSource(Protocol):
-    """Where the weights of an absent tower can be read, to name them."""
-
-    def weights(self) -> list[AbsentWeight]:
-        """The name, digest and dtype of each weight."""
-
-
 AbsentWeight = tuple[str, str, str]  # name in the whole model, digest, floating dtype
 
 
 class AbsentTower(torch.nn.Module):
     """Replaces a module of the tower; it has its settings and refuses to run."""
 
-    source: TowerSource | None = None
     stands_for: type  # class of the replaced module
 
-    def __init__(self, part: torch.nn.Module) -> None:
+    def __init__(self, part: torch.nn.Module, weights: Sequence[AbsentWeight] = ()) -> None:
         super().__init__()
+        self.weights = weights  # of the part and all below it
         for name, value in vars(part).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor):
                 self.__dict__[name] = value
