@@ -289,10 +289,10 @@ class BodyIntake:
     async def whole(self, receive: Receive, announced: int | None) -> bytes:
         """A body within its limits of size and time. `announced`: its length as claimed by the
         client. The caller must call `done` for it."""
-        most = self._service.config.bytes("max_body")
+        most = self._service.config.max_body
         parts: list[bytes] = []
         size, more = 0, True
-        limit = asyncio.timeout(self._service.config.seconds("body_timeout"))
+        limit = asyncio.timeout(self._service.config.body_timeout)
         try:
             if announced is not None and announced > most:
                 raise _too_large(most)
@@ -339,9 +339,9 @@ class BodyIntake:
     async def discard(self, receive: Receive) -> None:
         """Read a refused body to its end for a while, so that its client listens. A client that
         sends nothing more already listens."""
-        left = _DISCARDED * self._service.config.bytes("max_body")
+        left = _DISCARDED * self._service.config.max_body
         try:
-            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+            async with asyncio.timeout(self._service.config.body_timeout):
                 while left > 0:
                     async with asyncio.timeout(_QUIET):
                         message = await receive()
@@ -568,7 +568,7 @@ class RequestMiddleware:
             more = {"visit": visit, "threads": self._service.threads}
             scope.setdefault("state", {}).update(more)
             # Answers have their own limit; this one is for clients that do not read.
-            seconds = self._service.config.seconds("request_timeout") + _READING
+            seconds = self._service.config.request_timeout + _READING
             async with asyncio.timeout(seconds):
                 await self._app(_as_get(scope), _replayed(body, receive), send)
         finally:

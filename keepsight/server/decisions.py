@@ -477,7 +477,7 @@ async def on_errand(
     """The result of some work that runs sequences; they end when the client hangs up, or when the
     time is over."""
     errand = service.scheduler.together.errand(visit.who().account)
-    seconds = service.config.seconds("request_timeout")
+    seconds = service.config.request_timeout
     try:
         async with asyncio.timeout(seconds):
             waiting = service.threads.wait(lambda: work(errand.run))

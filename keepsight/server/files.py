@@ -32,7 +32,6 @@ from keepsight.server.errors import ApiError, invalid, refused, unknown
 from keepsight.store import Store
 from keepsight.store.files import PART, Folder, left_over
 from keepsight.store.layout import CLOCK_SLACK
-from keepsight.system.units import parse_bytes
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
@@ -624,4 +623,4 @@ def _quota(caller: Caller, service: Service) -> int | None:
     if caller.key is None:
         return None
     own = caller.key.files_bytes
-    return service.files.budget // max(1, service.owners) if own is None else parse_bytes(own)
+    return service.files.budget // max(1, service.owners) if own is None else own

@@ -492,7 +492,7 @@ class MessageReader:
             return [self._video(self._bound(part.uuid, data, place))]
         if isinstance(part, schema.SoundPart):
             data = _decoded(part.input_audio.data, place)
-            check_sound(data, self.config.bytes("clip_bytes"))
+            check_sound(data, self.config.clip_bytes)
             return [{"type": "audio", "audio": self._bound(part.uuid, data, place)}]
         return self._file(part, place)
 
@@ -533,7 +533,7 @@ class MessageReader:
         return made
 
     def _video(self, data: bytes) -> Record:
-        check_video(data, self.config.bytes("clip_bytes"))
+        check_video(data, self.config.clip_bytes)
         return {"type": "video", "video": data}
 
     def _shown(self, part: schema.PicturePart | None, detail: str | None, place: str) -> SentImage:
@@ -590,8 +590,8 @@ class MessageReader:
             return _decoded(url, place)
         if where_from in FETCHED:
             if url not in self._fetched:
-                left = self.config.bytes("url_bytes") - sum(map(len, self._fetched.values()))
-                seconds = self.config.seconds("url_timeout")
+                left = self.config.url_bytes - sum(map(len, self._fetched.values()))
+                seconds = self.config.url_timeout
                 fetcher = Fetcher(max(left, 0), seconds, self.config.allow_private_urls)
                 self._fetched[url] = fetcher.fetch(url)
             return self._fetched[url]
@@ -619,7 +619,7 @@ class MessageReader:
             if not Path(text).is_absolute() or not any(path.is_relative_to(r) for r in roots):
                 raise refusal
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > self.config.bytes("url_bytes"):
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.config.url_bytes:
                 raise refusal
             return path.read_bytes()
         except (OSError, RuntimeError, ValueError):

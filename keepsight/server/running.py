@@ -190,7 +190,7 @@ class Connection(H11Protocol):
 def make_server(service: Service) -> Server:
     """Create a server that is ready to run."""
     config = service.config
-    limits = {"idle": config.seconds("idle_timeout"), "most": config.max_connections}
+    limits = {"idle": config.idle_timeout, "most": config.max_connections}
     protocol = type("Connection", (Connection,), {**limits, "spoke": OrderedDict()})
     settings = uvicorn.Config(
         build(service),
@@ -204,12 +204,12 @@ def make_server(service: Service) -> Server:
         server_header=False,
         proxy_headers=bool(config.trusted_proxy),  # otherwise it trusts all local clients
         forwarded_allow_ips=list(config.trusted_proxy),
-        timeout_keep_alive=int(config.seconds("idle_timeout")) or 1,
+        timeout_keep_alive=int(config.idle_timeout) or 1,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=_HEADERS,
         backlog=2048,
     )
-    return Server(settings, service, config.seconds("drain"))
+    return Server(settings, service, config.drain)
 
 
 def serve(

@@ -51,13 +51,11 @@ class Service:
         self.threads = Threads(lambda: self.active)
         self.scheduler = SchedulerClient(together, self.threads, self.model)
         contents = contents_for(vlm.runtime.store)
-        self.files = Files(
-            config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
-        )
+        self.files = Files(config.files_budget, config.file_ttl, contents=contents)
         self.bindings = Bindings()
         self.owners = len({key.whose for key in config.keys})  # they share the budgets
-        budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
-        self.responses = ResponseStore(budget, ttl, self.owners, largest=config.bytes("max_body"))
+        budget, ttl = config.responses_budget, config.file_ttl
+        self.responses = ResponseStore(budget, ttl, self.owners, largest=config.max_body)
         self.callers = Callers(config.keys, vlm.tenant)
         self.metrics = Metrics()
         self.metrics.watch(vlm.runtime.stats, together.stats)
@@ -155,7 +153,7 @@ class Service:
         **options: object,
     ) -> Report:
         """Encode and prefill; return the report."""
-        seconds = self.config.seconds("request_timeout")
+        seconds = self.config.request_timeout
         try:
             async with asyncio.timeout(seconds):
                 return await self.scheduler.prepare(messages, tenant, account, **options)
@@ -178,7 +176,7 @@ class Service:
                 arrived.put_nowait((number, error))
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(answers)]
-        seconds = self.config.seconds("request_timeout")
+        seconds = self.config.request_timeout
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             left = len(answers)
@@ -213,7 +211,7 @@ class Service:
 
     def close(self) -> None:
         """Let running answers finish, then release everything."""
-        self.scheduler.together.close(self.config.seconds("drain"))
+        self.scheduler.together.close(self.config.drain)
         self.threads.close()
 
 
