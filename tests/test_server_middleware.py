@@ -331,16 +331,6 @@ def test_a_body_that_says_it_is_too_large_is_not_taken_in(server: Live) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_refused_body_that_never_comes_is_not_waited_for(
-    server: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(server.service.config), "seconds", lambda config, name: 3600.0)
-    with server.raw() as connection:
-        head = b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{"
-        connection.sendall(head)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it may take: the rest is read behind it, and a short one costs no connection."""
     with live(vlm, keys=(ApiKey("ann", "ann-key", requests_per_minute=1),)) as server:

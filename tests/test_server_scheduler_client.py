@@ -148,7 +148,8 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
         done, _ = await asyncio.wait({listener}, timeout=20)
         assert done and listener.cancelled() and talker.ended
 
-    service: Any = SimpleNamespace(config=ServerConfig(), _count=lambda *what: None)
+    service: Any = Service.__new__(Service)
+    service.config = ServerConfig()
     talker: Any = Talker()
     listener: Any = None
     asyncio.run(main())

@@ -7,7 +7,6 @@ request share is read once.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
@@ -16,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
 from keepsight.core.sequence import Sequence as Answer
@@ -24,8 +23,9 @@ from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.questions.decide import Decisions
 from keepsight.report import GroupReport, Report
-from keepsight.server.access import Visit, body_of, body_schema, visit_of
-from keepsight.server.errors import ApiError, invalid
+from keepsight.server.access import Visit, posts
+from keepsight.server.chat import counts
+from keepsight.server.errors import ApiError, invalid, missing
 from keepsight.server.media import MessageReader
 from keepsight.server.schema import (
     Body,
@@ -41,7 +41,6 @@ from keepsight.server.schema import (
     Text,
     Where,
 )
-from keepsight.server.streaming import unless_gone
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
@@ -294,24 +293,13 @@ class ScoreRequest(SharedFields):
             one, two = (getattr(self, name) for name in names)
             if one is None and two is None:
                 continue
-            missing = names[0] if one is None else names[1]
             if one is None or two is None:
-                raise ApiError(
-                    400,
-                    f"missing required parameter: {missing!r}",
-                    param=missing,
-                    code="missing_required_parameter",
-                )
+                raise missing(names[0] if one is None else names[1])
             one, two = ([side] if not isinstance(side, list) else side for side in (one, two))
             if len(one) not in (1, len(two)):
                 raise invalid(names[0], f"{len(one)} of {names[0]} for {len(two)} of {names[1]}")
             return one * (len(two) if len(one) == 1 else 1), two
-        raise ApiError(
-            400,
-            "missing required parameter: 'text_1'",
-            param="text_1",
-            code="missing_required_parameter",
-        )
+        raise missing("text_1")
 
 
 class RerankRequest(SharedFields):
@@ -336,124 +324,86 @@ def routes(service: Service) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["decisions"])
 
-    @router.post(
-        "/v1/systemone", operation_id="systemone", openapi_extra=body_schema(SystemOneRequest)
-    )
-    async def systemone(
-        body: Annotated[SystemOneRequest, body_of(SystemOneRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/systemone", SystemOneRequest, "systemone")
+    async def systemone(body: SystemOneRequest, visit: Visit) -> object:
         """Typed questions (`noul`, `choice`, `score`) about a state, as in Transformers."""
 
         def build(reader: MessageReader) -> list[Record]:
             assets = _assets(reader, body.assets)
             return [{"state": body.state, "questions": body.questions, "assets": assets}]
 
-        (answers,) = await _decided(service, body, request, build)
+        (answers,) = await _decided(service, body, visit, build)
         usage = {"input_tokens": answers.usage.prompt_tokens, "output_tokens": 0}
         made = {"model": service.model.name, "answers": dict(answers), "usage": usage}
         return made | _reported(body, answers.report)
 
-    @router.post(
-        "/v1/decisions", operation_id="decisions", openapi_extra=body_schema(DecisionsRequest)
-    )
-    async def decisions(
-        body: Annotated[DecisionsRequest, body_of(DecisionsRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/decisions", DecisionsRequest, "decisions")
+    async def decisions(body: DecisionsRequest, visit: Visit) -> object:
         """Predicates, choices and scores about an input, as in OpenAI's API."""
         asked = _Asked(body)
-        (answers,) = await _decided(service, body, request, asked.build)
-        made = {
-            "model": service.model.name,
-            "answers": asked.answers(answers),
-            "usage": _usage(answers.report),
+        (answers,) = await _decided(service, body, visit, asked.build)
+        total, cached = answers.report.prompt_tokens, answers.report.cached_tokens
+        usage = {
+            "input_tokens": total,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": total,
         }
+        made = {"model": service.model.name, "answers": asked.answers(answers), "usage": usage}
         return made | _reported(body, answers.report)
 
-    @router.post("/v1/score", operation_id="score", openapi_extra=body_schema(ScoreRequest))
-    async def score(
-        body: Annotated[ScoreRequest, body_of(ScoreRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/score", ScoreRequest, "score")
+    async def score(body: ScoreRequest, visit: Visit) -> object:
         """How well pairs of texts or pictures fit: the probability of a yes."""
-        queries, documents = body.sides()
-        build = functools.partial(_pairs, queries, documents, body.instruction)
-        found = await _decided(service, body, request, build)
+        build = functools.partial(_pairs, *body.sides(), body.instruction)
+        found = await _decided(service, body, visit, build)
         data = [
             {"index": i, "object": "score", "score": one["relevant"]["noul"]}
             for i, one in enumerate(found)
         ]
-        return {
-            "id": f"score-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": service.model.name,
-            "data": data,
-            "usage": _plain_usage(found[0].report),
-        } | _reported(body, found[0].report)
-
-    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        router.add_api_route(
-            path,
-            _rerank(service),
-            methods=["POST"],
-            operation_id="rerank" + path.replace("/", "_"),
-            openapi_extra=body_schema(RerankRequest),
-            include_in_schema=path == "/v1/rerank",
+        more = {"object": "list", "created": int(time.time()), "data": data}
+        return {**_head("score", service, found[0].report), **more} | _reported(
+            body, found[0].report
         )
-    return router
 
-
-def _rerank(service: Service) -> Callable[..., object]:
-    async def rerank(
-        body: Annotated[RerankRequest, body_of(RerankRequest)], request: Request
-    ) -> Record:
+    async def rerank(body: RerankRequest, visit: Visit) -> object:
         """Documents by how well they fit a query, the best first."""
         queries = [body.query] * len(body.documents)
         build = functools.partial(_pairs, queries, body.documents, body.instruction)
-        found = await _decided(service, body, request, build)
+        found = await _decided(service, body, visit, build)
         results = [
             {"index": i, "relevance_score": one["relevant"]["noul"]}
             | ({} if body.return_documents is False else {"document": _shown(document)})
             for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
         ]
         results.sort(key=lambda one: -one["relevance_score"])
-        return {
-            "id": f"rerank-{uuid.uuid4().hex}",
-            "model": service.model.name,
-            "usage": _plain_usage(found[0].report),
-            "results": results[: body.top_n or None],
-        } | _reported(body, found[0].report)
+        more = {"results": results[: body.top_n or None]}
+        return {**_head("rerank", service, found[0].report), **more} | _reported(
+            body, found[0].report
+        )
 
-    return rerank
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        name, shown = "rerank" + path.replace("/", "_"), path == "/v1/rerank"
+        posts(router, path, RerankRequest, name, include_in_schema=shown)(rerank)
+    return router
+
+
+def _head(kind: str, service: Service, report: GroupReport) -> Record:
+    cached = {"cached_tokens": report.cached_tokens}
+    usage = counts(report.prompt_tokens, 0, prompt_tokens_details=cached)
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "model": service.model.name, "usage": usage}
 
 
 async def _decided(
     service: Service,
     body: SharedFields,
-    request: Request,
+    visit: Visit,
     build: Callable[[MessageReader], list[Record]],
 ) -> list[Decisions]:
     """The decisions of a body, computed beside the requests of others."""
-    visit = visit_of(request)
-    visit.unused.sift(body)
-    visit.fields["model"] = body.model
-    service.model.check_name(body.model)
-    caller = visit.who()
-    tenant = caller.salted(body.cache_salt)
-
-    def requests() -> list[Record]:
-        reader = MessageReader(
-            service.config,
-            service.files,
-            caller.tenant,
-            body.limits(),
-            service.model.sizes,
-            visit.unused,
-            service.bindings,
-            tenant,
-        )
-        return build(reader)
-
-    asked = await unless_gone(request, service.threads.wait(requests), visit)
+    tenant = visit.who().salted(body.cache_salt)
+    asked = await service.threads.wait(lambda: build(service.reader(body, visit, tenant)))
 
     def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
         try:
@@ -461,69 +411,31 @@ async def _decided(
         except InputError as error:
             if (field := _FIELD.match(str(error))) is None:
                 raise
-            raise ApiError(400, str(error), param=field[0], code="invalid_value") from error
+            raise invalid(field[0], str(error)) from error
 
-    found = await on_errand(service, request, visit, decide)
-    measured(service, visit, found[0].report)
+    found = await on_errand(service, visit, decide)
+    usage, times = found[0].report.usage, found[0].report.milliseconds
+    visit.who().spend(usage.prompt_tokens)
+    visit.answered(usage, Report(milliseconds=times), "stop")
     return found
 
 
 async def on_errand(
-    service: Service,
-    request: Request,
-    visit: Visit,
-    work: Callable[[Callable[[Sequence[Answer]], None]], T],
+    service: Service, visit: Visit, work: Callable[[Callable[[Sequence[Answer]], None]], T]
 ) -> T:
     """The result of some work that runs sequences; they end when the client hangs up, or when the
     time is over."""
     errand = service.scheduler.together.errand(visit.who().account)
-    seconds = service.config.request_timeout
     try:
-        async with asyncio.timeout(seconds):
-            waiting = service.threads.wait(lambda: work(errand.run))
-            return await unless_gone(request, waiting, visit)
-    except TimeoutError:
-        text = f"the answer took longer than {seconds:.0f} s"
-        raise ApiError(504, text, code="timeout") from None
+        async with service.time_limit():
+            return await service.threads.wait(lambda: work(errand.run))
     finally:
         errand.cancel()
-
-
-def measured(service: Service, visit: Visit, report: GroupReport) -> None:
-    """Count what was computed, for the metrics, the key and the log."""
-    usage = report.usage
-    as_one = Report(milliseconds=report.milliseconds)
-    service.metrics.answered(usage, as_one)
-    visit.who().spend(usage.prompt_tokens)
-    visit.answered(usage, as_one, "stop")
 
 
 def _reported(body: SharedFields, report: GroupReport) -> Record:
     wanted = body.keepsight is not None and body.keepsight.report
     return {"keepsight": {"report": report.to_dict()}} if wanted else {}
-
-
-def _usage(report: GroupReport) -> Record:
-    """Counts in the form of OpenAI's Decisions."""
-    return {
-        "input_tokens": report.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": report.cached_tokens,
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": report.prompt_tokens,
-    }
-
-
-def _plain_usage(report: GroupReport) -> Record:
-    return {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": 0,
-        "total_tokens": report.prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
-    }
 
 
 # -- pictures ------------------------------------------------------------------------------------
@@ -597,20 +509,23 @@ class _Asked:
     """A request of OpenAI's Decisions as one of System One, and its answers back."""
 
     def __init__(self, body: DecisionsRequest) -> None:
-        self._body = body
+        self._body, self._pictures = body, _Pictures(iter(()))
         self._names: list[str] = []
         self._options: list[dict[str, str | bool]] = []  # of choices, by the names they have here
+
+    def build(self, reader: MessageReader) -> list[Record]:
+        """The request, with its pictures read; in a thread."""
+        body = self._body
         self._pictures = _Pictures(_strings(body.model_dump(include={"input", "questions"})))
         state = self._state()
         questions = [self._question(one) for one in body.questions]
-        self._request: Record = {
-            "state": state,
-            "questions": dict(zip(self._names, questions, strict=True)),
-        }
-
-    def build(self, reader: MessageReader) -> list[Record]:
-        """The request, with its pictures read."""
-        return [{**self._request, "assets": self._pictures.assets(reader, "input")}]
+        return [
+            {
+                "state": state,
+                "questions": dict(zip(self._names, questions, strict=True)),
+                "assets": self._pictures.assets(reader, "input"),
+            }
+        ]
 
     def _state(self) -> object:
         given = self._body.input

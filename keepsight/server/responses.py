@@ -14,16 +14,15 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
-from keepsight import digests
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Record
 from keepsight.server import schema
-from keepsight.server.access import Visit, body_of, body_schema, to_api_error, visit_of
+from keepsight.server.access import Visit, posts, to_api_error, visit_of
 from keepsight.server.chat import scored_of
 from keepsight.server.errors import ApiError, invalid
 from keepsight.server.parser import OutputPiece
@@ -41,21 +40,19 @@ from keepsight.server.schema import (
 from keepsight.server.streaming import (
     STREAMED,
     AnswerEnd,
-    AnswerRequest,
     AnswerStream,
     Delta,
     EventStream,
     cached_of,
     images_of,
-    report_of,
-    timings,
-    unless_gone,
+    measured_of,
 )
+from keepsight.server.turns import LARGE_BODY
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-
+T = TypeVar("T")
 _SCORED = "message.output_text.logprobs"
 _MOST = 10_000  # responses per key
 _LONGEST = 10_000  # responses per chain
@@ -214,6 +211,7 @@ class StoredResponse:
     """One response: the request, the answer, and the response that it continues."""
 
     id: str
+    owner: str  # the key's tenant
     whose: str  # the tenant, with its salt
     previous: str | None
     asked: bytes  # the items of the request as JSON
@@ -226,10 +224,10 @@ class StoredResponse:
         """Bytes that it holds."""
         return len(self.asked) + len(self.response)
 
-    def items(self) -> list[Record]:
-        """The items of the request and the answer, in order."""
-        asked: list[Options] = json.loads(self.asked)
-        return asked + list(json.loads(self.response)["output"])
+    def output(self) -> list[Record]:
+        """The items of the answer."""
+        found: list[Record] = json.loads(self.response)["output"]
+        return found
 
 
 class ResponseStore:
@@ -249,16 +247,15 @@ class ResponseStore:
         self._held: Counter[str] = Counter()  # bytes by key
         # By key, then by (tenant, id); the least recently used first.
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
-        self._items: dict[
-            tuple[str, str], tuple[str, str]
-        ] = {}  # (tenant, item) -> (key, response)
+        self._items: dict[tuple[str, str], StoredResponse] = {}  # by (tenant, item)
         self._lock = threading.Lock()
 
     def put(self, owner: str, whose: str, asked: list[Item], response: Record) -> bool:
         """Store a response and its request's items; False if it exceeds its key's share."""
         new = StoredResponse(
             response["id"],
-            _digest(whose),
+            owner,
+            whose,
             response["previous_response_id"],
             _json([item.model_dump(mode="json", exclude_none=True) for item in asked]),
             _json(response),
@@ -269,69 +266,56 @@ class ResponseStore:
             return False
         with self._lock:
             own = self._stored.setdefault(owner, OrderedDict())
-            if (old := own.get((new.whose, new.id))) is not None:
-                self._drop(owner, old)
-            own[new.whose, new.id] = new
+            if (old := own.get((whose, new.id))) is not None:
+                self._drop(old)
+            own[whose, new.id] = new
             self._held[owner] += new.nbytes
-            for item_id in new.item_ids:
-                self._items[new.whose, item_id] = (owner, new.id)
-            self._make_room(owner, own)
+            self._items |= dict.fromkeys(((whose, item) for item in new.item_ids), new)
+            while own and (self._held[owner] > self.share or len(own) > self._most):
+                self._drop(next(iter(own.values())))
         return True
 
-    def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], StoredResponse]) -> None:
-        while own and (self._held[owner] > self.share or len(own) > self._most):
-            self._drop(owner, next(iter(own.values())))
+    def _drop(self, stored: StoredResponse) -> None:
+        if self._stored[stored.owner].pop((stored.whose, stored.id), None) is not None:
+            self._held[stored.owner] -= stored.nbytes
+        for item in stored.item_ids:
+            if self._items.get((stored.whose, item)) is stored:
+                del self._items[stored.whose, item]
+
+    def _drop_where(self, gone: Callable[[StoredResponse], bool]) -> None:
+        with self._lock:
+            for own in self._stored.values():
+                for stored in list(filter(gone, own.values())):
+                    self._drop(stored)
 
     def sweep(self) -> None:
         """Drop expired responses, even without requests."""
         now = self._clock()
-        with self._lock:
-            for owner, own in self._stored.items():
-                for stored in [stored for stored in own.values() if stored.expires <= now]:
-                    self._drop(owner, stored)
+        self._drop_where(lambda stored: stored.expires <= now)
 
-    def _drop(self, owner: str, stored: StoredResponse) -> None:
-        if self._stored[owner].pop((stored.whose, stored.id), None) is not None:
-            self._held[owner] -= stored.nbytes
-        for item_id in stored.item_ids:
-            if self._items.get((stored.whose, item_id)) == (owner, stored.id):
-                del self._items[stored.whose, item_id]
-
-    # -- lookup ------------------------------------------------------------------------------------
+    def forget(self, whose: str | None = None) -> None:
+        """Forget all responses of one tenant, or of all."""
+        self._drop_where(lambda stored: whose in (None, stored.whose))
 
     def get(
         self, owner: str, whose: str, response_id: str, param: str = "response_id"
     ) -> StoredResponse:
         """A response of this tenant; those of others are unknown."""
         with self._lock:
-            stored = self._find(owner, _digest(whose), response_id)
-        if stored is None:
-            raise _unknown("response", response_id, param)
-        return stored
-
-    def _find(self, owner: str, whose: str, response_id: str) -> StoredResponse | None:
-        own = self._stored.get(owner, OrderedDict())
-        stored = own.get((whose, response_id))
-        if stored is not None and stored.expires <= self._clock():
-            self._drop(owner, stored)
-            return None
-        if stored is not None:
-            own.move_to_end((whose, response_id))
+            stored = self._stored.get(owner, OrderedDict()).get((whose, response_id))
+            if stored is not None and stored.expires <= self._clock():
+                self._drop(stored)
+                stored = None
+            if stored is None:
+                raise _unknown("response", response_id, param)
+            self._stored[owner].move_to_end((whose, response_id))
         return stored
 
     def delete(self, owner: str, whose: str, response_id: str) -> None:
         """Delete one response; its continuations cannot be continued any more."""
         stored = self.get(owner, whose, response_id)
         with self._lock:
-            self._drop(owner, stored)
-
-    def forget(self, whose: str | None = None) -> None:
-        """Forget all responses of one tenant, or of all."""
-        digest = None if whose is None else _digest(whose)
-        with self._lock:
-            for owner, own in self._stored.items():
-                for stored in [k for k in own.values() if digest in (None, k.whose)]:
-                    self._drop(owner, stored)
+            self._drop(stored)
 
     @property
     def nbytes(self) -> int:
@@ -339,84 +323,54 @@ class ResponseStore:
         with self._lock:
             return self._held.total()
 
-    # -- continuation ------------------------------------------------------------------------------
-
     def conversation(self, owner: str, whose: str, body: schema.ResponsesRequest) -> list[Placed]:
         """The items of a whole conversation: those of earlier responses, then those of the body
-        with ids resolved."""
-        chain = self._chain(owner, whose, body.previous_response_id)
-        meant = _ReferencedResponses(self._largest)
-        for stored in chain:
-            meant.take(stored.nbytes, BEFORE)  # before any of it is read
-        before = [
-            (_ITEM.validate_python(item), BEFORE) for stored in chain for item in stored.items()
-        ]
-        found = [self._resolved(owner, whose, placed, meant) for placed in items_of(body)]
-        return before + found
+        with ids resolved. Their bytes are limited like those of a body with the full text."""
+        left = self._largest
 
-    def _chain(self, owner: str, whose: str, last: str | None) -> list[StoredResponse]:
+        def take(nbytes: int, param: str) -> None:
+            nonlocal left
+            left -= nbytes
+            if left < 0:
+                what = f"the references in this request take more than {self._largest} bytes"
+                hint = "begin a new conversation, or send the items that matter as input"
+                code = "conversation_too_large"
+                raise ApiError(400, f"{what} in full; {hint}", param=param, code=code)
+
         chain: list[StoredResponse] = []
+        last = body.previous_response_id
         while last is not None:
             if len(chain) == _LONGEST:
                 raise _unknown("response", last, BEFORE)
-            chain.append(self.get(owner, whose, last, BEFORE))
-            last = chain[-1].previous
-        return chain[::-1]
-
-    def _resolved(
-        self, owner: str, whose: str, placed: Placed, meant: _ReferencedResponses
-    ) -> Placed:
-        item, place = placed
-        if not isinstance(item, Reference):
-            return placed
-        with self._lock:
-            where = self._items.get((_digest(whose), item.id))
-            stored = self._find(owner, _digest(whose), where[1]) if where else None
-        if stored is None:
-            raise _unknown("item", item.id, f"{place}.id")
-        return meant.item(stored, item.id, place), place
-
-
-class _ReferencedResponses:
-    """Resolves the ids of one request. Each response is read once, however often it is referenced,
-    and the total size is limited like a body with the full text."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest, self._taken = largest, 0
-        self._items: dict[str, dict[str, tuple[Item, int]]] = {}  # by response and item
-
-    def take(self, nbytes: int, param: str) -> None:
-        """Add bytes; refuse too many."""
-        self._taken += nbytes
-        if self._taken > self._largest:
-            raise ApiError(
-                400,
-                f"the references in this request take more than {self._largest} bytes in full; "
-                "begin a new conversation, or send the items that matter as input",
-                param=param,
-                code="conversation_too_large",
-            )
-
-    def item(self, stored: StoredResponse, item_id: str, place: str) -> Item:
-        """An output item of a response."""
-        if stored.id not in self._items:
-            self._items[stored.id] = {
-                one["id"]: (_ITEM.validate_python(one), len(_json(one)))
-                for one in json.loads(stored.response)["output"]
-            }
-        found, nbytes = self._items[stored.id][item_id]
-        self.take(nbytes, f"{place}.id")
-        return found
+            chain.insert(0, self.get(owner, whose, last, BEFORE))
+            take(chain[0].nbytes, BEFORE)  # before any of it is read
+            last = chain[0].previous
+        made: list[Placed] = [
+            (_ITEM.validate_python(item), BEFORE)
+            for stored in chain
+            for item in (*json.loads(stored.asked), *stored.output())
+        ]
+        outputs: dict[str, dict[str, Record]] = {}  # each response is read once
+        for item, place in items_of(body):
+            if isinstance(item, Reference):
+                with self._lock:
+                    there = self._items.get((whose, item.id))
+                if there is None or there.expires <= self._clock():
+                    raise _unknown("item", item.id, f"{place}.id")
+                if there.id not in outputs:
+                    self.get(there.owner, whose, there.id)  # used now
+                    outputs[there.id] = {one["id"]: one for one in there.output()}
+                meant = outputs[there.id][item.id]
+                take(len(_json(meant)), f"{place}.id")
+                item = _ITEM.validate_python(meant)
+            made.append((item, place))
+        return made
 
 
 def _json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
         errors="surrogatepass"
     )
-
-
-def _digest(whose: str) -> str:
-    return digests.digest("owner of responses", whose)
 
 
 def _unknown(what: str, given: str, param: str) -> ApiError:
@@ -435,82 +389,55 @@ _TYPES = {"text": "message", "thought": "reasoning"}
 
 
 def routes(service: Service) -> APIRouter:
-    """The route."""
+    """The routes for answers, and for one stored response."""
     router = APIRouter(tags=["answers"])
+    store, threads, one = service.responses, service.threads, "/v1/responses/{response_id}"
 
-    @router.post(
-        "/v1/responses",
-        operation_id="responses",
-        responses=STREAMED,
-        openapi_extra=body_schema(schema.ResponsesRequest),
-    )
-    async def responses(
-        body: Annotated[schema.ResponsesRequest, body_of(schema.ResponsesRequest)],
-        request: Request,
-    ) -> Response:
+    @posts(router, "/v1/responses", schema.ResponsesRequest, "responses", responses=STREAMED)
+    async def responses(body: schema.ResponsesRequest, visit: Visit) -> object:
         """An answer to a list of items, whole or streamed."""
-        visit = visit_of(request)
-        visit.asked(body)
         body.check_stream_options()
-        caller, keeps = visit.who(), body.store is not False
-        if keeps and body.store and not service.responses.share:
+        if body.store and not store.share:
             visit.unused.add("store", "this server keeps no responses; see --responses-budget")
+        caller = visit.who()
 
-        asked: list[Item] = []
+        def read() -> tuple[list[Item], schema.ChatRequest]:
+            items = store.conversation(caller.tenant, caller.salted(body.cache_salt), body)
+            new = [item for item, place in items if place != BEFORE]
+            kept = [item for item in new if not isinstance(item, OtherItem)]
+            return [*kept], as_chat(body, items, visit.unused)
 
-        async def asking() -> AnswerRequest:
-            whose = caller.salted(body.cache_salt)
-            items = await service.threads.run(
-                lambda: service.responses.conversation(caller.tenant, whose, body)
-            )
-            asked.extend(
-                item for item, place in items if place != BEFORE and not isinstance(item, OtherItem)
-            )
-            chat = await service.threads.run(lambda: as_chat(body, items, visit.unused))
-            return await service.ask(chat, visit)
-
-        ask = await unless_gone(request, asking(), visit)
-        [answer] = await unless_gone(request, service.submit(ask), visit)
+        asked, chat = await threads.run(read, visit.size > LARGE_BODY)
+        [answer] = await service.submit(await service.ask(chat, visit))
         writer = ResponseWriter(service, body, asked, answer, visit)
         if body.stream:
             return EventStream(writer.lines(), visit, [answer])
-        return JSONResponse(await unless_gone(request, writer.whole(), visit))
+        return await writer.whole()
 
-    _add_one(router, service)
-    return router
-
-
-def _add_one(router: APIRouter, service: Service) -> None:
-    """Add the routes for one stored response."""
-
-    async def stored(response_id: str, request: Request, salt: str | None) -> StoredResponse:
+    async def stored(call: Callable[..., T], given: str, request: Request, salt: str | None) -> T:
         caller = visit_of(request).who()
-        whose = caller.salted(salt)
-        return await service.threads.run(
-            lambda: service.responses.get(caller.tenant, whose, response_id)
-        )
+        return await threads.run(lambda: call(caller.tenant, caller.salted(salt), given))
 
-    @router.get("/v1/responses/{response_id}", operation_id="response")
-    async def one(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
+    @router.get(one, operation_id="response")
+    async def get(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
         """A stored response, as its client got it."""
-        found = await stored(response_id, request, cache_salt)
+        found = await stored(store.get, response_id, request, cache_salt)
         return Response(found.response, media_type="application/json")
 
-    @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
-    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
+    @router.get(f"{one}/input_items", operation_id="response_input")
+    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
         """The request items of a response."""
-        items = json.loads((await stored(response_id, request, cache_salt)).asked)
-        return {"object": "list", "data": items, "has_more": False}
+        items = (await stored(store.get, response_id, request, cache_salt)).asked
+        text = b'{"object":"list","data":' + items + b',"has_more":false}'
+        return Response(text, media_type="application/json")
 
-    @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
+    @router.delete(one, operation_id="delete_response")
     async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
         """Delete a response. Its continuations cannot be continued any more."""
-        caller = visit_of(request).who()
-        whose = caller.salted(cache_salt)
-        await service.threads.run(
-            lambda: service.responses.delete(caller.tenant, whose, response_id)
-        )
+        await stored(store.delete, response_id, request, cache_salt)
         return {"id": response_id, "object": "response", "deleted": True}
+
+    return router
 
 
 class ResponseWriter:
@@ -713,10 +640,7 @@ class ResponseWriter:
             "total_tokens": usage.total_tokens,
             **images_of(usage),
         }
-        made = {"usage": counts, "timings": timings(end)}
-        if self._body.keepsight is not None and self._body.keepsight.report:
-            made["keepsight"] = {"report": report_of(end.report)}
-        return made
+        return measured_of(end, counts, self._body.keepsight)
 
 
 def _dumped(given: BaseModel | str | None) -> object:

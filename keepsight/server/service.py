@@ -7,7 +7,8 @@ between that and their API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -80,29 +81,30 @@ class Service:
             return await self.threads.wait(work)
         return await self.threads.run(work, large)
 
+    def reader(self, body: schema.PixelLimits, visit: Visit, tenant: str) -> MessageReader:
+        """What reads the media of a request; `tenant` owns the names in it."""
+        return MessageReader(
+            self.config,
+            self.files,
+            visit.who().tenant,
+            body.limits(),
+            self.model.sizes,
+            visit.unused,
+            self.bindings,
+            tenant,
+        )
+
     def _rendering(
         self, body: schema.Rendering, visit: Visit
     ) -> tuple[RenderedMessages, Record, str]:
-        caller, unused = visit.who(), visit.unused
-        self.model.check_name(body.model)
-        template = self.model.template_options(body, unused)
+        template = self.model.template_options(body, visit.unused)
         if body.shown_tools:
             self.model.check_tools()
         for i, tool in enumerate(body.tools or ()):
             if isinstance(tool, schema.HostedTool):
-                schema.name_hosted(tool, f"tools[{i}]", unused)
-        tenant = caller.salted(body.cache_salt)
-        reader = MessageReader(
-            self.config,
-            self.files,
-            caller.tenant,
-            body.limits(),
-            self.model.sizes,
-            unused,
-            self.bindings,
-            tenant,
-        )
-        messages = reader.messages(body.messages, self.model.template)
+                schema.name_hosted(tool, f"tools[{i}]", visit.unused)
+        tenant = visit.who().salted(body.cache_salt)
+        messages = self.reader(body, visit, tenant).messages(body.messages, self.model.template)
         messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
         return messages, template, tenant
 
@@ -145,20 +147,24 @@ class Service:
             raise
         return answers
 
-    async def prepare(
-        self,
-        messages: list[Message],
-        tenant: str | None = None,
-        account: str | None = None,
-        **options: object,
-    ) -> Report:
+    async def prepare(self, messages: list[Message], visit: Visit, **options: object) -> Report:
         """Encode and prefill; return the report."""
+        async with self.time_limit():
+            account = visit.who().account
+            return await self.scheduler.prepare(messages, account=account, **options)
+
+    @contextlib.asynccontextmanager
+    async def time_limit(self, begun: float | None = None) -> AsyncIterator[None]:
+        """The longest time of an answer; later it is a 504. `begun` by the loop's clock, if not
+        now."""
         seconds = self.config.request_timeout
+        begun = asyncio.get_running_loop().time() if begun is None else begun
         try:
-            async with asyncio.timeout(seconds):
-                return await self.scheduler.prepare(messages, tenant, account, **options)
+            async with asyncio.timeout_at(begun + seconds):
+                yield
         except TimeoutError:
-            raise _too_long(seconds) from None
+            text = f"the answer took longer than {seconds:.0f} s"
+            raise ApiError(504, text, code="timeout") from None
 
     async def merged(
         self, answers: list[AnswerStream], caller: Caller, visit: Visit
@@ -176,23 +182,22 @@ class Service:
                 arrived.put_nowait((number, error))
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(answers)]
-        seconds = self.config.request_timeout
-        deadline = asyncio.get_running_loop().time() + seconds
+        left, begun = len(answers), asyncio.get_running_loop().time()
         try:
-            left = len(answers)
             while left:
-                # Not `wait_for`: Python 3.11's drops a cancellation that comes with a result.
-                async with asyncio.timeout_at(deadline):
+                async with self.time_limit(begun):  # for each: another task may ask for the next
                     number, delta = await arrived.get()
                 if isinstance(delta, BaseException):
                     raise delta
                 if delta is None:
                     left -= 1
                     continue
-                self._count(delta, caller, visit, number)
+                if (end := delta.end) is not None:
+                    # The choices share one prompt.
+                    prompt = 0 if number else end.usage.prompt_tokens
+                    caller.spend(end.usage.completion_tokens + prompt)
+                    visit.answered(end.usage, end.report, end.reason)
                 yield number, delta
-        except TimeoutError:
-            raise _too_long(seconds) from None
         finally:
             for answer in answers:
                 answer.cancel()
@@ -200,23 +205,10 @@ class Service:
             for reader in readers:
                 reader.cancel()
 
-    def _count(self, delta: Delta, caller: Caller, visit: Visit, number: int) -> None:
-        if delta.end is None:
-            return
-        usage = delta.end.usage
-        self.metrics.answered(usage, delta.end.report)
-        # The choices share one prompt.
-        caller.spend(usage.completion_tokens + (0 if number else usage.prompt_tokens))
-        visit.answered(usage, delta.end.report, delta.end.reason)
-
     def close(self) -> None:
         """Let running answers finish, then release everything."""
         self.scheduler.together.close(self.config.drain)
         self.threads.close()
-
-
-def _too_long(seconds: float) -> ApiError:
-    return ApiError(504, f"the answer took longer than {seconds:.0f} s", code="timeout")
 
 
 def _refuse(body: schema.ChatRequest) -> None:

@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -26,13 +24,14 @@ from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.server.access import Visit, to_api_error
-from keepsight.server.errors import ApiError
 from keepsight.server.parser import OutputParser, OutputPiece
 from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
+from keepsight.server.schema import KeepsightOptions
 from keepsight.server.served_model import ServedModel
 from keepsight.server.turns import Threads, account, is_large
 
 T = TypeVar("T")
+ScoredToken = tuple[TokenLogprob, list[TokenLogprob]]  # of the answer, and the likeliest ones
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,10 @@ class AnswerRequest:
     account: str | None = None  # account for fair shares; None: the tenant
     form: Format | None = None  # what the answer has to be
 
-    @property
-    def whose(self) -> str | None:
-        """The tenant in the form the library takes."""
-        return self.tenant or None
-
     def rendering(self) -> Record:
         """The options that decide the prompt."""
         options: Options = {} if self.tools is None else {"tools": self.tools}
         return {**options, "template_kwargs": self.template} if self.template else options
-
-
-@dataclass(frozen=True)
-class ScoredToken:
-    """A token of the answer with its log probability."""
-
-    chosen: TokenLogprob
-    likeliest: list[TokenLogprob]
 
 
 @dataclass
@@ -76,7 +62,7 @@ class Delta:
     """What one step added to an answer."""
 
     pieces: list[OutputPiece] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)  # with their alternatives
     tokens: list[int] = field(default_factory=list)
     end: AnswerEnd | None = None
 
@@ -106,34 +92,19 @@ class SchedulerClient:
             options["response_format"] = ask.form
 
         def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
-            return self.together.submit(
-                ask.messages,
-                tenant=ask.whose,
-                account=ask.account,
-                on_piece=tell,
-                on_done=tell,
-                **options,
-            )
+            given: Options = {"tenant": ask.tenant or None, "account": ask.account, **options}
+            return self.together.submit(ask.messages, on_piece=tell, on_done=tell, **given)
 
         ticket, arrived = await self._handed_in(work, is_large(ask.messages))
         return AnswerStream(ticket, arrived, ask, recorder, self._model)
 
-    async def prepare(
-        self,
-        messages: list[Message],
-        tenant: str | None = None,
-        account: str | None = None,
-        **options: object,
-    ) -> Report:
+    async def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Prefill in turn with other requests; return the report. No thread waits for it, because
         there are few and requests for answers need them."""
-
-        def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
-            return self.together.prepare(
-                messages, tenant=tenant, account=account, on_done=tell, **options
-            )
-
-        ticket, arrived = await self._handed_in(work, is_large(messages))
+        ticket, arrived = await self._handed_in(
+            lambda tell: self.together.prepare(messages, on_done=tell, **options),
+            is_large(messages),
+        )
         try:
             await arrived.get()
         finally:
@@ -238,7 +209,7 @@ class AnswerStream:
             self.unpaid += 1
             self._reasoning += self._speech.thinking
             if self._recorder is not None:
-                delta.scored.append(ScoredToken(*self._recorder.take(piece.token)))
+                delta.scored.append(self._recorder.take(piece.token))
         delta.pieces += self._allowed(self._speech.push(piece.text))
         if piece.usage is not None and piece.report is not None:
             delta.pieces += self._allowed(self._speech.finish())
@@ -267,36 +238,15 @@ STREAMED: dict[int | str, Record] = {
 }
 
 
-async def unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
-    """The result of some work, which is cancelled when the client hangs up."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            visit.gone = True
-            raise ApiError(400, "the client hung up", code="hung_up")
-        return task.result()
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+_ALIVE = 15.0  # seconds of silence after which a comment keeps the connection open
 
 
 class EventStream(StreamingResponse):
-    """Events as they come; an error on the way is the last event."""
+    """Events as they come; an error on the way is the last event. While a long prompt is read,
+    comments tell proxies that the answer is still to come."""
 
     def __init__(
-        self,
-        events: AsyncGenerator[Event, None],
-        visit: Visit,
-        answers: Sequence[AnswerStream],
+        self, events: AsyncGenerator[Event, None], visit: Visit, answers: Sequence[AnswerStream]
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(_lines(events, visit), media_type="text/event-stream", headers=headers)
@@ -312,14 +262,23 @@ class EventStream(StreamingResponse):
 
 
 async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIterator[str]:
+    following: asyncio.Future[Event | None] = asyncio.ensure_future(anext(events, None))
     try:
-        async with aclosing(events) as source:
-            async for name, data in source:
-                text = data if isinstance(data, str) else dumped(data)
-                yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+        while True:
+            while not (await asyncio.wait({following}, timeout=_ALIVE))[0]:
+                yield ": the answer is still to come\n\n"
+            if (event := following.result()) is None:
+                return
+            following = asyncio.ensure_future(anext(events, None))
+            name, data = event
+            text = data if isinstance(data, str) else dumped(data)
+            yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
     except Exception as error:
-        problem = to_api_error(error, visit)
-        yield f"data: {dumped(problem.body())}\n\n"
+        yield f"data: {dumped(to_api_error(error, visit).body())}\n\n"
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await events.aclose()
 
 
 def dumped(data: object) -> str:
@@ -336,11 +295,16 @@ def cached_of(usage: Usage) -> dict[str, int]:
 
 def images_of(usage: Usage) -> dict[str, int]:
     """The counts of images, besides OpenAI's fields."""
-    return {
-        "images": usage.images,
-        "images_encoded": usage.images_encoded,
-        "images_reused": usage.images_reused,
-    }
+    names = ("images", "images_encoded", "images_reused")
+    return {name: getattr(usage, name) for name in names}
+
+
+def measured_of(end: AnswerEnd, usage: Record, keepsight: KeepsightOptions | None) -> Record:
+    """Usage, timings and, on request, the report."""
+    made: Record = {"usage": usage, "timings": timings(end)}
+    if keepsight is not None and keepsight.report:
+        made["keepsight"] = {"report": report_of(end.report)}
+    return made
 
 
 def timings(end: AnswerEnd) -> dict[str, float | int]:
