@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import resource
@@ -10,18 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from server_harness import Live, Scripted, answered, asked, live, png, scene, uri
-from uvicorn.server import ServerState
 
 import keepsight as ks
 from keepsight.report import Piece
 from keepsight.server import access as intake
-from keepsight.server import running
-from keepsight.server.config import ApiKey, ServerConfig
+from keepsight.server.config import ApiKey
 
 KEYS = (
     ApiKey("ann", "ann-key"),
@@ -392,82 +388,6 @@ def test_what_is_large_waits_for_what_is_large(vlm: Any) -> None:
         over.set()
         large.join(60)
         assert answers == [200]
-
-
-def test_who_only_keeps_connections_keeps_nobody_out(vlm: Any) -> None:
-    with live(vlm, Scripted("hi"), max_connections=4) as server:
-        silent = [server.raw() for _ in range(8)]
-        half = server.raw()
-        half.sendall(b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        try:
-            assert server.chat(user("x"))[0] == 200
-            assert silent[0].recv(10) == b"", "the one that kept silent longest is gone"
-            assert len(server.server.server_state.connections) <= 4
-        finally:
-            for connection in (*silent, half):
-                connection.close()
-
-
-def test_a_crowd_is_not_looked_through_for_each_that_comes(
-    vlm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[Any] = []
-    owes = running.Connection._owes
-    monkeypatch.setattr(running.Connection, "_owes", lambda one: looked.append(one) or owes(one))
-    with live(vlm, Scripted("hi"), max_connections=100) as server:
-        crowd = [server.raw() for _ in range(300)]
-        assert server.chat(user("x"))[0] == 200
-        assert len(server.server.server_state.connections) <= 100 and len(looked) < 300
-        for connection in crowd:
-            connection.close()
-        _until(lambda: len(server.server.config.http_protocol_class.spoke) <= 1)
-
-
-class Transport:
-    """What a connection needs of its transport."""
-
-    closed = False
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_crowd_that_comes_at_once_is_looked_at_once(
-    vlm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All are taken in before the loop hears that any of them was closed: none is looked at twice,
-    no more stay than may, and those who are being answered stay."""
-    looked: list[Any] = []
-    owes = running.Connection._owes
-    monkeypatch.setattr(running.Connection, "_owes", lambda one: looked.append(one) or owes(one))
-    service = SimpleNamespace(config=ServerConfig(max_connections=10))
-    monkeypatch.setattr(running, "build", lambda service: None)
-    config = running.make_server(service).config  # type: ignore[arg-type]
-    config.load()
-
-    async def crowd(count: int, busy: int) -> list[Transport]:
-        sockets, state = [Transport() for _ in range(count)], ServerState()
-        for number, one in enumerate(sockets):
-            connection = config.http_protocol_class(config, state, {})  # type: ignore[operator]
-            connection.connection_made(one)
-            if number < busy:
-                connection.cycle = SimpleNamespace(response_complete=False)
-        config.http_protocol_class.spoke.clear()  # type: ignore[union-attr]
-        return sockets
-
-    sockets = asyncio.run(crowd(1000, busy=4))
-    stay = [number for number, one in enumerate(sockets) if not one.closed]
-    assert stay == [0, 1, 2, 3, *range(994, 1000)]
-    assert len(looked) <= 1000 + 4 * 990  # those who are being answered are looked at each time
-    looked.clear()
-    sockets = asyncio.run(crowd(1000, busy=10))
-    assert [number for number, one in enumerate(sockets) if not one.closed] == [*range(10)]
 
 
 def test_ten_thousand_messages(server: Live) -> None:

@@ -216,7 +216,7 @@ def test_an_upload_does_not_wait_for_a_sweep_that_reads(tmp_path: Path, clock: C
             return super().look(owner, file_id)
 
     files = Files(1 << 20, 100, clock, Slow(tmp_path))
-    old = put(files)
+    old = put(opened(tmp_path, clock))  # another server's, which is to be looked at
     with ThreadPoolExecutor(1) as pool:
         sweep = pool.submit(files.sweep)
         assert begun.wait(60)

@@ -195,8 +195,8 @@ def _disc() -> str:
     return base64.b64encode(written.getvalue()).decode()
 
 
-def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> str:
-    """Print where it listens, and an example command; return the first line.
+def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> None:
+    """Print where it listens, and an example command.
 
     As JSON it is one line, which a program that started the server reads to know its address.
     """
@@ -206,9 +206,8 @@ def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) 
     key = ' -H "Authorization: Bearer YOUR_KEY"' if config.keys else ""
     if as_json:
         json_line({"event": "listening", "model": shown, "url": f"http://{host}:{port}"})
-        return ""
-    where = f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)"
-    typer.echo(where)
+        return
+    typer.echo(f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)")
     typer.echo("Try:")
     typer.echo(
         f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
@@ -216,4 +215,3 @@ def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) 
         """"image_url", "image_url": {"url": "data:image/png;base64,"""
         f"""{some_picture()}"}}}}, {{"type": "text", "text": "What is in the picture?"}}]}}]}}'"""
     )
-    return where

@@ -38,6 +38,7 @@ from keepsight.session import Session, keep_file
 
 _TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that decide a prompt
 _MOST = 1000  # most pictures of a store that are listed
+_ONLY = "a .keep file holds only messages and pictures"
 _PIECE = 1 << 20  # bytes sent at once
 Held = list[Record] | list[Medium]  # a conversation, or its media
 _FILE: dict[int | str, Record] = {
@@ -88,10 +89,12 @@ def _add_reports(router: APIRouter, service: Service) -> None:
     )
     async def save(body: Rendering, visit: Visit) -> StreamingResponse:
         """A conversation with features and states as a `.keep` file, computed if missing."""
+        for name in _TEMPLATE:
+            if getattr(body, name):
+                raise refused(name, _ONLY)
         given, template, tenant = await service.rendering(body, visit)
-        for name, value in (("tools", body.tools), ("chat_template_kwargs", template)):
-            if value:
-                raise refused(name, "a .keep file holds only messages and pictures")
+        if template:  # of fields for thinking
+            raise refused("chat_template_kwargs", _ONLY)
         # Pictures are opened and prompts computed where no other client's tokens wait for them.
         named = await service.threads.run(
             lambda: service.scheduler.together.named(given, tenant), is_large(given)
