@@ -46,7 +46,6 @@ _OWN = (".localhost", ".local", ".internal", ".home.arpa")  # not on the public 
 
 
 def host_of(text: str) -> str:
-    """The name or address in a Host header, without port, in lower case."""
     text = text.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -102,7 +101,6 @@ class Bucket:
         return max(0.0, (needed - self.level) * 60 / self.per_minute)
 
     def take(self, count: float) -> None:
-        """Take what was used; the level may fall below zero, and then later requests wait."""
         self.wait(0)
         self.level -= count
 
@@ -141,7 +139,6 @@ class Caller:
             self._buckets["requests"].take(1)
 
     def spend(self, tokens: int) -> None:
-        """Count the tokens that an answer used."""
         if "tokens" in self._buckets:
             self._buckets["tokens"].take(tokens)
 
@@ -245,7 +242,6 @@ class BodyIntake:
                 limit.reschedule(now)
 
     def done(self, body: bytes) -> None:
-        """Release a body."""
         self._held -= len(body)
 
     async def discard(self, receive: Receive) -> None:
@@ -262,17 +258,14 @@ class BodyIntake:
 
 
 def hung_up() -> ApiError:
-    """The client is gone; nobody will read this."""
     return ApiError(400, "the client hung up", code="hung_up")
 
 
 def closing() -> ApiError:
-    """The refusal for requests while the server closes."""
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def announced_by(scope: Scope) -> int | None:
-    """The claimed length of a body; None if it comes in chunks."""
     headers = dict(scope["headers"])
     if b"transfer-encoding" in headers:
         return None
@@ -308,13 +301,11 @@ class Visit:
     unused: Unused = field(default_factory=Unused)  # fields without effect
 
     def who(self) -> Caller:
-        """The caller, whom the middleware has identified."""
         if self.caller is None:
             raise ApiError(401, "no API key", code="invalid_api_key")
         return self.caller
 
     def answered(self, usage: Usage, report: Report, reason: str) -> None:
-        """Count an answer; with several choices the counts add up."""
         self.service.metrics.answered(usage, report)
         written = self.fields.get("completion_tokens", 0) + usage.completion_tokens
         self.fields |= {
@@ -331,7 +322,6 @@ class Visit:
                 self.fields[f"{name}_ms"] = round(report.milliseconds[name], 1)
 
     def record(self) -> Record:
-        """The log record."""
         unused = self.unused.names()
         return {
             "time": round(time.time(), 3),
@@ -364,7 +354,6 @@ class RequestMiddleware:
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request from its first byte to its log line."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -428,7 +417,6 @@ class RequestMiddleware:
     async def _served(
         self, scope: Scope, visit: Visit, body: bytes, receive: Receive, send: Send
     ) -> None:
-        """Pass an admitted and complete request to the application."""
         visit.size = len(body)
         self._service.admitted += 1
         try:
@@ -535,7 +523,6 @@ async def respond(
 
 
 def visit_of(request: Request) -> Visit:
-    """The middleware's notes on a request."""
     visit: Visit = request.state.visit
     return visit
 

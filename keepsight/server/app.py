@@ -49,7 +49,6 @@ _ABOUT = "An OpenAI-compatible server over a vision-language model that remember
 
 
 def build(service: Service) -> ASGIApp:
-    """The application for a service, behind its middleware."""
     app = FastAPI(
         title="Keepsight",
         version=__version__,
@@ -83,7 +82,6 @@ def build(service: Service) -> ASGIApp:
 
 
 def _schema(app: FastAPI, model: str) -> Record:
-    """The schema, with the name of the served model."""
     made = app.openapi()
     parts = made.setdefault("components", {}).setdefault("schemas", {})
     bodies = models_json_schema(_BODIES, ref_template="#/components/schemas/{model}")[1]

@@ -47,7 +47,6 @@ _FILE: dict[int | str, Record] = {
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["cache"])
     _add_reports(router, service)
     _add_held(router, service)
@@ -272,7 +271,6 @@ def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
 
 
 def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
-    """The key of each medium, as in /v1/cache/images."""
     vlm = service.vlm
     with vlm.runtime.lock:
         vlm.runtime.refresh(tenant=tenant)

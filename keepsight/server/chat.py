@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 
 def routes(service: Service) -> APIRouter:
-    """The route."""
     router = APIRouter(tags=["answers"])
 
     @posts(router, "/v1/chat/completions", ChatRequest, "chat", responses=STREAMED)
@@ -58,8 +57,6 @@ def routes(service: Service) -> APIRouter:
 
 @dataclass
 class ChatChoice:
-    """One growing answer."""
-
     text: str = ""
     thought: str = ""
     calls: list[Record] = field(default_factory=list)
@@ -68,7 +65,6 @@ class ChatChoice:
     end: AnswerEnd | None = None
 
     def message(self) -> Record:
-        """The answer as a message, in a form that may be sent back."""
         made: Record = {"role": "assistant", "content": self.text, "refusal": None}
         if self.thought:
             made["reasoning_content"] = self.thought
@@ -78,8 +74,6 @@ class ChatChoice:
 
 
 class ChatResponse:
-    """One request's way to its response."""
-
     def __init__(
         self,
         service: Service,
@@ -108,7 +102,6 @@ class ChatResponse:
                 yield number, delta
 
     async def whole(self) -> Record:
-        """The response if it is not streamed."""
         async for number, delta in self._deltas():
             choice = self._choices[number]
             choice.scored += [scored_of(s, self._service) for s in delta.scored]
@@ -133,13 +126,11 @@ class ChatResponse:
         return {**head, "object": "chat.completion", "choices": choices, **self._measurements()}
 
     def _prompt_ids(self) -> Record:
-        """The tokens of the prompt, if requested."""
         if not self._ask.shows_tokens:
             return {}
         return {"prompt_token_ids": self._answers[0].prompt_ids}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The chunks of a streamed response."""
         started: set[int] = set()
         first_chunk = True
         async for number, delta in self._deltas():

@@ -74,8 +74,6 @@ class TokenizeRequest(Rendering):
 
 
 class DetokenizeRequest(Body):
-    """The body of `/detokenize`."""
-
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
 
@@ -85,7 +83,6 @@ PATHS = ("/v1/completions",)
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["answers"])
 
     @posts(router, "/v1/completions", CompletionRequest, "completions")
@@ -172,7 +169,6 @@ class _Completions:
         self._sampling = Sampling({})
 
     def prepare(self) -> None:
-        """The tokens of all prompts; in a thread."""
         body, model = self._body, self._service.model
         self._form = text_form(body, self._visit.unused)
         if self._most:
@@ -239,7 +235,6 @@ class _Completions:
         }
 
     def usage(self) -> Usage:
-        """Counts of all prompts."""
         total = sum(map(len, self._prompts))
         written = sum(len(seq.generated) for seq in self._answers)
         if self._group is not None:

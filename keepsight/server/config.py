@@ -102,7 +102,6 @@ class ApiKey:
 
     @property
     def whose(self) -> str:
-        """The tenant."""
         return self.tenant or self.name
 
     @classmethod
@@ -262,7 +261,6 @@ class ServerConfig(BaseSettings):
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings in a TOML or YAML file."""
     try:
         data = Path(path).read_bytes()
         text = data[:_MAX_CONFIG].decode("utf-8")
@@ -288,7 +286,6 @@ def _yaml(text: str) -> object:
 
 
 def _refusal(error: ValidationError) -> Exception:
-    """The first error in Keepsight's form."""
     first = error.errors()[0]
     cause, place = first.get("ctx", {}).get("error"), first["loc"]
     name = str(place[0]) if place else ""

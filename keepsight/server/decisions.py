@@ -28,6 +28,10 @@ from keepsight.server.chat import counts
 from keepsight.server.errors import ApiError, invalid, missing
 from keepsight.server.media import MessageReader
 from keepsight.server.schema import (
+    BY_FORM,
+    PARTS,
+    RECORD,
+    TEXT,
     Body,
     ChatMessage,
     Detail,
@@ -40,6 +44,7 @@ from keepsight.server.schema import (
     Salt,
     Text,
     Where,
+    kind_of,
 )
 
 if TYPE_CHECKING:
@@ -61,20 +66,10 @@ class SharedFields(Body):
     keepsight: KeepsightOptions | None = None
 
 
-def _form(value: object) -> str:
-    return "as parts" if isinstance(value, list) else "as text"
-
-
-def _state_form(value: object) -> str:
-    return "as record" if isinstance(value, dict) else _form(value)
-
-
 # -- System One ----------------------------------------------------------------------------------
 
 
 class Asset(Inner):
-    """An image of System One."""
-
     type: Literal["image"] = "image"
     format: Label | None = None
     data_base64: Where
@@ -85,10 +80,10 @@ class SystemOneRequest(SharedFields):
     them in texts."""
 
     state: Annotated[
-        Annotated[Text, Tag("as text")]
-        | Annotated[dict[str, object], Tag("as record")]
-        | Annotated[list[object], Tag("as parts")],
-        Discriminator(_state_form),
+        Annotated[Text, TEXT]
+        | Annotated[dict[str, object], RECORD]
+        | Annotated[list[object], PARTS],
+        BY_FORM,
     ]
     questions: Annotated[
         dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
@@ -100,52 +95,37 @@ class SystemOneRequest(SharedFields):
 
 
 class InputText(Inner):
-    """Text, of the input or of an earlier answer."""
-
     type: Literal["input_text", "output_text"]
     text: Text
 
 
 class InputRefusal(Inner):
-    """A refusal in an earlier answer."""
-
     type: Literal["refusal"]
     refusal: Text
 
 
 class InputImage(Inner):
-    """A picture: a data URL, or an address."""
-
     type: Literal["input_image"]
     image_url: Where
     detail: Detail | None = None
 
 
 class InputJson(Inner):
-    """Data, shown as text."""
-
     type: Literal["input_json"]
     data: dict[str, object] | list[dict[str, object]]
 
 
 InputPart = Annotated[InputText | InputRefusal | InputImage | InputJson, Discriminator("type")]
-InputContent = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[InputPart], Tag("as parts")],
-    Discriminator(_form),
-]
+InputContent = Annotated[Annotated[Text, TEXT] | Annotated[list[InputPart], PARTS], BY_FORM]
 
 
 class InputMessage(Inner):
-    """A message of the input."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "developer", "system", "assistant"]
     content: InputContent
 
 
 class InputCall(Inner):
-    """A call of a tool."""
-
     type: Literal["function_call", "custom_tool_call"]
     call_id: Name
     name: Name
@@ -154,16 +134,13 @@ class InputCall(Inner):
 
 
 class InputOutput(Inner):
-    """What a tool gave."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
     output: InputContent
 
 
 def _item(value: object) -> str:
-    got = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    kind = "message" if got is None else got
+    kind = kind_of(value, "message")
     if kind in ("function_call", "custom_tool_call"):
         return "as call"
     return "as output" if str(kind).endswith("_output") else "as message"
@@ -178,23 +155,17 @@ InputItem = Annotated[
 
 
 class Predicate(Inner):
-    """Is it true?"""
-
     type: Literal["predicate"]
     name: Name | None = None
     instructions: InputContent
 
 
 class ChoiceOption(Inner):
-    """One option; a text and a boolean are never the same."""
-
     value: str | bool
     description: Text | None = None
 
 
 class Choice(Inner):
-    """Which of these?"""
-
     type: Literal["choice"]
     name: Name | None = None
     instructions: InputContent
@@ -202,15 +173,11 @@ class Choice(Inner):
 
 
 class ScoreLevel(Inner):
-    """One level of a scale."""
-
     label: Annotated[str, Field(min_length=1)]
     description: Text | None = None
 
 
 class Rating(Inner):
-    """How much, on a scale whose levels are given from the lowest?"""
-
     type: Literal["score"]
     name: Name | None = None
     instructions: InputContent
@@ -226,9 +193,7 @@ class DecisionsRequest(SharedFields):
     }
 
     input: Annotated[
-        Annotated[Text, Tag("as text")]
-        | Annotated[list[InputItem], Field(min_length=1), Tag("as parts")],
-        Discriminator(_form),
+        Annotated[Text, TEXT] | Annotated[list[InputItem], Field(min_length=1), PARTS], BY_FORM
     ]
     questions: Annotated[
         list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
@@ -242,14 +207,10 @@ class DecisionsRequest(SharedFields):
 
 
 class ManyParts(Inner):
-    """A query or a document in parts, pictures among them."""
-
     content: Annotated[list[Part], Field(min_length=1)]
 
 
 class PlainText(Inner):
-    """A document as a record."""
-
     text: Text
 
 
@@ -261,15 +222,13 @@ def _kind_of_document(value: object) -> str:
 
 
 Document = Annotated[
-    Annotated[Text, Tag("as text")]
-    | Annotated[ManyParts, Tag("as parts")]
-    | Annotated[PlainText, Tag("as record")],
+    Annotated[Text, TEXT] | Annotated[ManyParts, PARTS] | Annotated[PlainText, RECORD],
     Discriminator(_kind_of_document),
 ]
 Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
 OneOrMany = Annotated[
-    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as text")],
-    Discriminator(_form),
+    Annotated[Documents, PARTS] | Annotated[Document, TEXT],
+    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as text"),
 ]
 
 
@@ -287,7 +246,6 @@ class ScoreRequest(SharedFields):
     instruction: Text | None = None
 
     def sides(self) -> tuple[list[Document], list[Document]]:
-        """Both sides, under whatever names they were sent."""
         pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
         for names in pairs:
             one, two = (getattr(self, name) for name in names)
@@ -401,7 +359,6 @@ async def _decided(
     visit: Visit,
     build: Callable[[MessageReader], list[Record]],
 ) -> list[Decisions]:
-    """The decisions of a body, computed beside the requests of others."""
     tenant = visit.who().salted(body.cache_salt)
     asked = await service.threads.wait(lambda: build(service.reader(body, visit, tenant)))
 
@@ -481,13 +438,11 @@ class _Pictures:
         self.urls: list[str] = []
 
     def placed(self, url: str) -> str:
-        """The placeholder of a picture; the same address is one picture."""
         if url not in self.urls:
             self.urls.append(url)
         return f"<{self._mark}-{self.urls.index(url) + 1}>"
 
     def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
-        """The pictures by their placeholders."""
         names = [f"<{self._mark}-{number + 1}>" for number in range(len(self.urls))]
         return dict(zip(names, _images(reader, self.urls, place), strict=True))
 
@@ -580,7 +535,6 @@ class _Asked:
         return made
 
     def answers(self, found: Decisions) -> list[Record]:
-        """The answers in the order of the questions."""
         made = []
         for number, (one, name) in enumerate(zip(self._body.questions, self._names, strict=True)):
             answer = found[name]
@@ -655,7 +609,6 @@ def _with_pictures(document: Document, pictures: _Pictures) -> str:
 
 
 def _shown(document: Document) -> Record:
-    """A document as it is sent back."""
     if isinstance(document, str):
         return {"text": document}
     if isinstance(document, PlainText):

@@ -74,13 +74,11 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> Record:
-        """The JSON of the refusal."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": body}
 
     def headers(self) -> dict[str, str]:
-        """Headers that say when to try again."""
         if self.retry_after is None:
             return {}
         return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}

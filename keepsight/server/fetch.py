@@ -48,7 +48,6 @@ class Fetcher:
     allow_private: bool = False
 
     def fetch(self, url: str) -> bytes:
-        """The bytes behind a URL; called in a worker thread."""
         deadline = time.monotonic() + self.seconds
         for _ in range(_REDIRECTS + 1):
             answer = self._once(url, deadline)
@@ -165,7 +164,6 @@ class _Pinned(http.client.HTTPConnection):
         self._address, self._scheme = address, scheme
 
     def connect(self) -> None:
-        """Connect to the address; the name is only used for TLS and the Host header."""
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
         if self._scheme == "https":
             context = ssl.create_default_context()

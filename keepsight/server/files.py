@@ -60,7 +60,6 @@ class Upload:
     expires_at: int
 
     def as_json(self) -> Record:
-        """The file as OpenAI describes it."""
         return {
             "id": self.id,
             "object": "file",
@@ -79,7 +78,6 @@ class Upload:
 
     @property
     def path(self) -> str:
-        """Its place below the store."""
         return f"{_ABOVE}/{self.owner}/{self.id}{_SUFFIX}"
 
     def head(self) -> bytes:
@@ -99,24 +97,19 @@ class InMemory:
         self._data: dict[tuple[str, str], tuple[Upload, bytes]] = {}
 
     def known(self, now: float) -> list[Upload]:
-        """All files."""
         return [upload for upload, _ in list(self._data.values())]
 
     def look(self, owner: str, file_id: str) -> Upload | None:
-        """A file by its id."""
         return self._data.get((owner, file_id), (None, b""))[0]
 
     def write(self, upload: Upload, data: bytes) -> None:
-        """Keep the bytes."""
         self._data[upload.owner, upload.id] = upload, data
 
     def read(self, upload: Upload) -> bytes | None:
-        """The bytes; None if they are gone."""
         found = self._data.get((upload.owner, upload.id))
         return None if found is None else found[1]
 
     def remove(self, upload: Upload) -> None:
-        """Delete a file."""
         self._data.pop((upload.owner, upload.id), None)
 
     def tidy(self) -> None:
@@ -146,22 +139,18 @@ class OnDisk(InMemory):
         return list(seen.values())
 
     def look(self, owner: str, file_id: str) -> Upload | None:
-        """A file by its first line."""
         found = self._opened(owner, file_id)
         return None if found is None else found[0]
 
     def write(self, upload: Upload, data: bytes) -> None:
-        """Write a file, whole and to the disk."""
         self._folder.write(upload.path, [upload.head(), data])
         self._seen[upload.owner, upload.id] = upload
 
     def read(self, upload: Upload) -> bytes | None:
-        """The bytes after the first line."""
         found = self._opened(upload.owner, upload.id, whole=True)
         return None if found is None else found[1]
 
     def remove(self, upload: Upload) -> None:
-        """Remove a file from the disk."""
         self._folder.remove(upload.path)
         self._seen.pop((upload.owner, upload.id), None)
 
@@ -230,7 +219,6 @@ def owner_of(tenant: str) -> str:
 
 
 def id_of(tenant: str, data: bytes) -> str:
-    """The id of some content for a tenant."""
     return f"file-{digests.digest('uploaded file', owner_of(tenant), data)}"
 
 
@@ -290,11 +278,9 @@ class Files:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(f.nbytes for f in self._all())
 
     def get(self, tenant: str, file_id: str, param: str | None = None) -> Upload:
-        """A file of this tenant; those of others are unknown."""
         found = self._find(owner_of(tenant), file_id)
         if found is None:
             raise _unknown(file_id, param)
@@ -312,13 +298,11 @@ class Files:
         raise _unknown(file_id, param)
 
     def of(self, tenant: str) -> list[Upload]:
-        """The files of a tenant, newest first."""
         owner = owner_of(tenant)
         own = [f for f in self._all() if f.owner == owner]
         return sorted(own, key=lambda f: (-f.created_at, f.id))
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Remove a file from every place."""
         with self._writing, _kept():
             self._contents.remove(self.get(tenant, file_id))
 
@@ -398,7 +382,6 @@ class _InMemory(MultiPartParser):
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["files"])
     files, beside = service.files, service.threads.wait
 

@@ -18,7 +18,6 @@ _SHOWN = 120  # most characters of names that a client sent
 
 
 def note(record: Record) -> None:
-    """Write the line of one request."""
     requests.info(json.dumps(record), extra={"request": record})
 
 
@@ -50,7 +49,6 @@ class ShortFormatter(logging.Formatter):
     """Requests in short form and in colour, for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A request in short form; anything else unchanged."""
         request = getattr(record, "request", None)
         if request is None:
             return super().format(record)
@@ -69,7 +67,6 @@ class JsonFormatter(logging.Formatter):
     """Every line as JSON: requests as they are written, problems with time, level and text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the record holds."""
         text = super().format(record)
         if hasattr(record, "request"):
             return text

@@ -42,12 +42,10 @@ class Metrics:
         self._queued = Histogram("request_queue_time_seconds", "Until work begins.", **times)
 
     def finished(self, path: str, status: int, seconds: float) -> None:
-        """Count a finished request."""
         self._requests.labels(path, str(status)).inc()
         self._whole.observe(seconds)
 
     def answered(self, usage: Usage, report: Report) -> None:
-        """Count a complete answer."""
         self._prompt.inc(usage.prompt_tokens)
         self._completion.inc(usage.completion_tokens)
         self._queries.inc(usage.prompt_tokens)
@@ -65,7 +63,6 @@ class Metrics:
         self.registry.register(_State(caches, engine))
 
     def text(self) -> bytes:
-        """All metrics as text."""
         return generate_latest(self.registry)
 
 
@@ -76,11 +73,9 @@ class _State(Collector):
         self._caches, self._engine = caches, engine
 
     def describe(self) -> Iterator[Metric]:
-        """No metrics before the first scrape."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Bytes and counts per tier."""
         caches = self._caches()
         size = GaugeMetricFamily("keepsight_cache_bytes", "Bytes held.", labels=["cache"])
         limit = GaugeMetricFamily(

@@ -221,11 +221,9 @@ class StoredResponse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         return len(self.asked) + len(self.response)
 
     def output(self) -> list[Record]:
-        """The items of the answer."""
         found: list[Record] = json.loads(self.response)["output"]
         return found
 
@@ -289,12 +287,10 @@ class ResponseStore:
                     self._drop(stored)
 
     def sweep(self) -> None:
-        """Drop expired responses, even without requests."""
         now = self._clock()
         self._drop_where(lambda stored: stored.expires <= now)
 
     def forget(self, whose: str | None = None) -> None:
-        """Forget all responses of one tenant, or of all."""
         self._drop_where(lambda stored: whose in (None, stored.whose))
 
     def get(
@@ -312,14 +308,12 @@ class ResponseStore:
         return stored
 
     def delete(self, owner: str, whose: str, response_id: str) -> None:
-        """Delete one response; its continuations cannot be continued any more."""
         stored = self.get(owner, whose, response_id)
         with self._lock:
             self._drop(stored)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored."""
         with self._lock:
             return self._held.total()
 
@@ -433,7 +427,6 @@ def routes(service: Service) -> APIRouter:
 
     @router.delete(one, operation_id="delete_response")
     async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
-        """Delete a response. Its continuations cannot be continued any more."""
         await stored(store.delete, response_id, request, cache_salt)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -460,7 +453,6 @@ class ResponseWriter:
         self._scored: list[Record] = []
 
     async def whole(self) -> Record:
-        """The response if it is not streamed."""
         last: Event = {}
         async for event in self._events():
             last = event
@@ -468,7 +460,6 @@ class ResponseWriter:
         return response
 
     async def lines(self) -> AsyncGenerator[tuple[str | None, Record | str], None]:
-        """The numbered events of a stream; an error on the way is an event too."""
         try:
             async for event in self._events():
                 yield event["type"], event

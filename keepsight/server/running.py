@@ -82,13 +82,11 @@ class Server(uvicorn.Server):
         self._service.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and tell where."""
         await super().startup(sockets)
         if self.ready is not None and self.servers:
             self.ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def main_loop(self) -> None:
-        """Run until a signal; then until nothing runs any more, or the time is over."""
         closing: asyncio.Task | None = None
         sweeping = asyncio.create_task(self._sweep_now_and_then())
         while not self.should_exit:
@@ -137,13 +135,11 @@ class Connection(H11Protocol):
     idle = 75.0  # seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to watch."""
         super().connection_made(transport)
         self._seen: object = None
         self._watch = self.loop.call_later(self.idle, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop watching."""
         self._watch.cancel()
         super().connection_lost(exc)
 
@@ -158,7 +154,6 @@ class Connection(H11Protocol):
 
 
 def make_server(service: Service) -> Server:
-    """Create a server that is ready to run."""
     config = service.config
     protocol = type("Connection", (Connection,), {"idle": config.idle_timeout})
     settings = uvicorn.Config(

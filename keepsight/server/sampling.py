@@ -26,7 +26,6 @@ class Penalties(LogitsProcessor):
         self._start: int | None = None  # start of the answer; known at the first call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The scores minus the penalties."""
         if self._start is None:
             self._start = input_ids.shape[1]
         scores = scores.clone()
@@ -60,12 +59,10 @@ class Recorder(LogitsProcessor):
         self._taken = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Record one step."""
         self._rows.append(scores[0].detach().float().log_softmax(-1).cpu())
         return scores
 
     def take(self, token: int) -> tuple[TokenLogprob, list[TokenLogprob]]:
-        """The chosen token of the next row, and the most likely ones there."""
         row, self._rows[self._taken] = self._rows[self._taken], torch.empty(0)
         self._taken += 1
         best, tokens = row.topk(min(self._top, len(row)))
@@ -90,7 +87,6 @@ class Sampling:
     top_logprobs: int = 0
 
     def of(self, choice: int) -> tuple[Record, Recorder | None]:
-        """The options of one choice, and the recorder of its log probabilities."""
         options = dict(self.options)
         if "seed" in options:
             options["seed"] = (options["seed"] + choice) % (1 << 63)

@@ -31,8 +31,6 @@ _RESERVED = {
 
 
 class ServedModel:
-    """One model with its name and its template's abilities."""
-
     def __init__(self, vlm: VLM, name: str) -> None:
         self.vlm, self.name = vlm, name
         self.created = int(time.time())
@@ -120,7 +118,6 @@ class ServedModel:
         return text, None if "\ufffd" in text else list(text.encode())
 
     def as_json(self) -> Record:
-        """The model as OpenAI describes it."""
         return {
             "id": self.name,
             "object": "model",

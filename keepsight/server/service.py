@@ -41,8 +41,6 @@ _KEY_NOTE = "prompt_cache_key: one process answers all, so there is nothing to r
 
 
 class Service:
-    """One served model."""
-
     def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
         self.vlm, self.config = vlm, config
         self.model = ServedModel(vlm, config.model_name or name)
@@ -136,7 +134,6 @@ class Service:
     # -- from requests to answers ----------------------------------------------------------------
 
     async def submit(self, ask: AnswerRequest) -> list[AnswerStream]:
-        """Submit all choices of a request, or none of them."""
         answers: list[AnswerStream] = []
         try:
             for choice in range(ask.choices):
@@ -206,7 +203,6 @@ class Service:
                 reader.cancel()
 
     def close(self) -> None:
-        """Let running answers finish, then release everything."""
         self.scheduler.together.close(self.config.drain)
         self.threads.close()
 

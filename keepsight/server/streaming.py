@@ -52,7 +52,6 @@ class AnswerRequest:
     form: Format | None = None  # what the answer has to be
 
     def rendering(self) -> Record:
-        """The options that decide the prompt."""
         options: Options = {} if self.tools is None else {"tools": self.tools}
         return {**options, "template_kwargs": self.template} if self.template else options
 
@@ -170,7 +169,6 @@ class AnswerStream:
         self.unpaid = 0  # tokens written but not in any measurement
 
     def cancel(self) -> None:
-        """Free the place; safe at any time, and twice."""
         if not self._ticket.done.is_set():
             self._ticket.cancel()
 
@@ -182,7 +180,6 @@ class AnswerStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens."""
         return 0 if self._ticket.prompt_ids is None else len(self._ticket.prompt_ids)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -282,7 +279,6 @@ async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIter
 
 
 def dumped(data: object) -> str:
-    """JSON on one line."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -294,7 +290,6 @@ def cached_of(usage: Usage) -> dict[str, int]:
 
 
 def images_of(usage: Usage) -> dict[str, int]:
-    """The counts of images, besides OpenAI's fields."""
     names = ("images", "images_encoded", "images_reused")
     return {name: getattr(usage, name) for name in names}
 
@@ -308,7 +303,6 @@ def measured_of(end: AnswerEnd, usage: Record, keepsight: KeepsightOptions | Non
 
 
 def timings(end: AnswerEnd) -> dict[str, float | int]:
-    """Times and rates in llama.cpp's fields: of the prompt, and of the answer."""
     stages, usage = end.report.milliseconds, end.usage
     queued = stages.get("queued", 0.0)
     prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)

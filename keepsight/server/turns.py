@@ -46,7 +46,6 @@ class ThreadsInTurn:
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run a call in some thread, when it is its account's turn."""
         future: Future[T] = Future()
         work = _Work(future, call)
         future.add_done_callback(lambda _: work.forget())
@@ -56,7 +55,6 @@ class ThreadsInTurn:
         return future
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of a call, for the event loop to await."""
         return await asyncio.wrap_future(self.submit(call))
 
     @property
@@ -91,7 +89,6 @@ class ThreadsInTurn:
         return whose
 
     def close(self) -> None:
-        """Stop: start no further calls."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             left = [work for line in self._lines.values() for work in line]
@@ -107,7 +104,6 @@ class _Work:
         self.future, self._call = future, call
 
     def do(self) -> None:
-        """Call it, unless it was cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -116,7 +112,6 @@ class _Work:
             self.future.set_exception(error)
 
     def forget(self) -> None:
-        """Hold the call no longer."""
         del self._call
 
 
@@ -127,7 +122,6 @@ class RenderedMessages(list[Record]):
 
 
 def is_large(messages: object) -> bool:
-    """Whether making a prompt of some messages is slow."""
     return isinstance(messages, RenderedMessages) and messages.large
 
 
@@ -145,11 +139,9 @@ class Threads:
         self._own = threading.local()
 
     def submit(self, work: Callable[[], T], large: bool = False) -> Future[T]:
-        """Run a call in some thread."""
         return self.large.submit(lambda: self._rested(work)) if large else self._small.submit(work)
 
     async def run(self, work: Callable[[], T], large: bool = False) -> T:
-        """The result of a call, for the event loop to await."""
         return await asyncio.wrap_future(self.submit(work, large))
 
     def _rested(self, work: Callable[[], T]) -> T:
@@ -166,7 +158,6 @@ class Threads:
             self._own.until = time.monotonic() + spent
 
     def close(self) -> None:
-        """Stop: start no further calls."""
         for threads in (self._small, self.large, self._waiting):
             threads.close()
 
