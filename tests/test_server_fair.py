@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
+import asyncio
 import http.client
 import json
 import sys
@@ -193,14 +193,14 @@ def test_large_pictures_are_prepared_in_few_threads(vlm: Any, data: bytes) -> No
             inside.release()
             over.wait(60)
 
+        large = server.service.threads.large.pool
         for _ in range(8):
-            server.service.threads.submit(long, large=True)
+            large.submit(long)
         assert inside.acquire(timeout=20)
-        large = server.service.threads.large
-        before = large.waiting
+        before = large._work_queue.qsize()
         path = "/v1/chat/completions"
         answers = begun(server, path, {"messages": asked(uri(data))}, 1)
-        until(lambda: answers or large.waiting > before)
+        until(lambda: answers or large._work_queue.qsize() > before)
         assert server.chat({"messages": HELLO})[0] == 200 and not answers
         over.set()
         until(lambda: answers)
@@ -216,16 +216,18 @@ def test_few_large_pictures_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPa
         inside.release()
         over.wait(30)
 
-    context = contextvars.copy_context()
-    context.run(account.set, "another")
-    done = [threads.submit(large, large=True) for _ in range(6)]
-    done += [context.run(threads.submit, large, large=True) for _ in range(6)]
-    for _ in range(4):
-        assert inside.acquire(timeout=20)
-    assert not inside.acquire(timeout=0.2)
-    over.set()
-    for one in done:
-        one.result(20)
+    async def main() -> None:
+        tasks = []
+        for whose in ("one", "another"):
+            account.set(whose)
+            tasks += [asyncio.ensure_future(threads.run(large, large=True)) for _ in range(6)]
+        for _ in range(4):
+            assert await asyncio.to_thread(inside.acquire, timeout=20)
+        assert threads.large.pool._work_queue.qsize() == 2, "three of each are let in"
+        over.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
     threads.close()
 
 

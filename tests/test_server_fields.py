@@ -211,22 +211,6 @@ def test_limits_that_a_processor_does_not_know_are_named() -> None:
     assert unused.names() == ["x.min_pixels"]
 
 
-def test_a_name_means_one_picture(server: Live) -> None:
-    def named(seed: int, salt: str | None = None) -> tuple[int, Any]:
-        part = asked(scene(seed))
-        part[0]["content"][0]["uuid"] = "mine"
-        salted = {} if salt is None else {"cache_salt": salt}
-        return server.chat({"messages": part, "max_tokens": 1, **salted})[:2]
-
-    assert [named(31)[0], named(31)[0]] == [200, 200]
-    status, reply = named(32)
-    assert status == 409 and reply["error"]["param"] == "messages[0].content[0].uuid"
-    assert named(32, "another")[0] == 200 and named(31, "another")[0] == 409
-    assert named(31)[0] == 200
-    server.call("/v1/cache/reset", {})
-    assert named(32)[0] == 200
-
-
 # -- thoughts ----------------------------------------------------------------------------------
 
 

@@ -379,7 +379,7 @@ def test_what_is_large_waits_for_what_is_large(vlm: Any) -> None:
             over.wait(60)
 
         for _ in range(64):
-            server.service.threads.submit(long, large=True)
+            server.service.threads.large.pool.submit(long)
         assert begun.acquire(timeout=20)
         answers: list[int] = []
         large = threading.Thread(target=lambda: answers.append(server.chat(user("x" * 300_000))[0]))

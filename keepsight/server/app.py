@@ -164,7 +164,6 @@ _REFUSALS: dict[int | str, Record] = {
         401: "No key, or an unknown one.",
         403: "This key may not do that.",
         404: "Not found, for this key.",
-        409: "A name that was bound to other content before.",
         408: "The body took too long.",
         413: "Too large.",
         429: "Too many requests; see Retry-After.",

@@ -228,7 +228,6 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         await service.scheduler.change_cache(
             lambda: pins.clear(service.vlm.runtime, whose, body.store)
         )
-        service.bindings.forget(whose)
         service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
 

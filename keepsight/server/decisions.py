@@ -360,7 +360,7 @@ async def _decided(
     build: Callable[[MessageReader], list[Record]],
 ) -> list[Decisions]:
     tenant = visit.who().salted(body.cache_salt)
-    asked = await service.threads.wait(lambda: build(service.reader(body, visit, tenant)))
+    asked = await service.threads.wait(lambda: build(service.reader(body, visit)))
 
     def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
         try:

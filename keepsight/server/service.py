@@ -24,7 +24,7 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files, contents_for
 from keepsight.server.forms import form_of
-from keepsight.server.media import Bindings, MessageReader, waits
+from keepsight.server.media import MessageReader, waits
 from keepsight.server.metrics import Metrics
 from keepsight.server.responses import ResponseStore
 from keepsight.server.sampling import sampling
@@ -51,7 +51,6 @@ class Service:
         self.scheduler = SchedulerClient(together, self.threads, self.model)
         contents = contents_for(vlm.runtime.store)
         self.files = Files(config.files_budget, config.file_ttl, contents=contents)
-        self.bindings = Bindings()
         self.owners = len({key.whose for key in config.keys})  # they share the budgets
         budget, ttl = config.responses_budget, config.file_ttl
         self.responses = ResponseStore(budget, ttl, self.owners, largest=config.max_body)
@@ -79,18 +78,10 @@ class Service:
             return await self.threads.wait(work)
         return await self.threads.run(work, large)
 
-    def reader(self, body: schema.PixelLimits, visit: Visit, tenant: str) -> MessageReader:
-        """What reads the media of a request; `tenant` owns the names in it."""
-        return MessageReader(
-            self.config,
-            self.files,
-            visit.who().tenant,
-            body.limits(),
-            self.model.sizes,
-            visit.unused,
-            self.bindings,
-            tenant,
-        )
+    def reader(self, body: schema.PixelLimits, visit: Visit) -> MessageReader:
+        """What reads the media of a request."""
+        whose, limits = visit.who().tenant, body.limits()
+        return MessageReader(self.config, self.files, whose, limits, self.model.sizes, visit.unused)
 
     def _rendering(
         self, body: schema.Rendering, visit: Visit
@@ -102,7 +93,7 @@ class Service:
             if isinstance(tool, schema.HostedTool):
                 schema.name_hosted(tool, f"tools[{i}]", visit.unused)
         tenant = visit.who().salted(body.cache_salt)
-        messages = self.reader(body, visit, tenant).messages(body.messages, self.model.template)
+        messages = self.reader(body, visit).messages(body.messages, self.model.template)
         messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
         return messages, template, tenant
 

@@ -126,7 +126,7 @@ class SchedulerClient:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(arrived.put_nowait, what)
 
-        future = self._threads.submit(lambda: work(hand_over), large)
+        future = await self._threads.start(lambda: work(hand_over), large)
         try:
             return await asyncio.wrap_future(future, loop=loop), arrived
         except asyncio.CancelledError:
