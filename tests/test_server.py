@@ -28,10 +28,7 @@ def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
 @pytest.fixture
 def client(server: Live) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=True,
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
     )
 
 

@@ -177,11 +177,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "/v1/decisions",
         {
             "questions": [
-                {
-                    "type": "choice",
-                    "instructions": "x",
-                    "choices": [{"value": "a"}, {"value": "a"}],
-                }
+                {"type": "choice", "instructions": "x", "choices": [{"value": "a"}, {"value": "a"}]}
             ]
         },
         "questions[0].choices[1].value",

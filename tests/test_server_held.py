@@ -213,10 +213,7 @@ def test_flushing_is_an_administrators(locked: Live) -> None:
 
 def test_explaining_moves_and_remembers_nothing(demo: Any, tmp_path: Path) -> None:
     """Not what is on the disk, not what is least useful in memory, not the picture itself."""
-    with (
-        ks.wrap(demo.model, demo.processor, store=tmp_path) as vlm,
-        live(vlm) as server,
-    ):
+    with ks.wrap(demo.model, demo.processor, store=tmp_path) as vlm, live(vlm) as server:
         for seed in (74, 75):
             server.call("/v1/prepare", about(seed))
         vlm.flush()

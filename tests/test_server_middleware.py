@@ -109,12 +109,6 @@ def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) 
     assert refusal(server.chat(body))["param"] == param
 
 
-@pytest.fixture(scope="module")
-def strict(vlm: Any) -> Iterator[Live]:
-    with live(vlm, Scripted("hi"), unknown_fields="refuse") as it:
-        yield it
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -134,13 +128,9 @@ def strict(vlm: Any) -> Iterator[Live]:
         ({"messages": [{"role": "user", "name": "ann", "content": "x"}]}, "messages[0].name"),
     ],
 )
-def test_what_is_not_used_is_named_or_refused(
-    server: Live, strict: Live, body: dict[str, Any], param: str
-) -> None:
-    assert refusal(strict.chat(body))["param"] == param
-    if not body.get("stream"):
-        status, _, headers = server.chat({**body, "max_tokens": 1})
-        assert status == 200 and headers["x-keepsight-unused"] == param
+def test_what_is_not_used_is_named(server: Live, body: dict[str, Any], param: str) -> None:
+    status, _, headers = server.chat({**body, "max_tokens": 1})
+    assert status == 200 and headers["x-keepsight-unused"] == param
 
 
 def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -170,10 +160,7 @@ def pictured(**fields: str) -> list[dict[str, Any]]:
             {"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
             "input[0].output",
         ),
-        (
-            {"input": "x", "tools": [{"type": "function", "name": "f"}]},
-            "tools",
-        ),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
     ],
 )
 def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
@@ -189,30 +176,17 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
 @pytest.mark.parametrize(
     ("path", "more", "hint"),
     [
-        ("chat/completions", {"tempature": 1}, "'tempature'; did you mean temperature?"),
         ("chat/completions", {"keepsight": {"reprot": True}}, "'keepsight.reprot'; see /docs"),
-        ("chat/completions", {"max_new_tokens": 5}, "here it is max_tokens"),
-        ("chat/completions", {"zzz": {"a": 1}}, "'zzz'; see /docs"),
-        ("chat/completions", {"functoins": [1]}, "see /docs"),  # functions are refused
-        ("responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
-        ("responses", {"max_new_tokens": 5}, "here it is max_output_tokens"),
-        ("responses", {"system": "x"}, "here it is instructions"),
-        ("chat/completions", {"system": "x"}, "send it as a message of the role system"),
-        ("prepare", {"max_tokens": 5}, "'max_tokens'; see /docs"),
-        ("cache/explain", {"max_new_tokens": 5}, "'max_new_tokens'; see /docs"),
         ("cache/pin", {"num_predict": 5}, "'num_predict'; see /docs"),
-        ("cache/reset", {"system": "x"}, "'system'; see /docs"),
         ("cache/reset", {"everone": True}, "did you mean everyone?"),
-        ("chat/completions?api-version=1", {}, "'api-version'; see /docs"),
+        ("models?api-version=1", None, "'api-version'; see /docs"),
     ],
 )
-def test_what_is_unknown_is_answered_with_what_is_known(
-    strict: Live, path: str, more: dict[str, Any], hint: str
+def test_what_must_not_be_guessed_is_answered_with_what_is_known(
+    server: Live, path: str, more: dict[str, Any], hint: str
 ) -> None:
-    bodies = {"responses": {"input": "x"}}
-    body = {"model": "demo", **bodies.get(path.partition("?")[0], user("x")), **more}
-    body = more if path == "cache/reset" else body
-    error = refusal(strict.call(f"/v1/{path}", body))
+    body = {"model": "demo", **user("x"), **more} if path != "cache/reset" and more else more
+    error = refusal(server.call(f"/v1/{path}", body))
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
 
 
@@ -264,7 +238,7 @@ def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
     item = {"model": "demo", "input": [{"type": "item_referral", "id": "x"}]}
     whys.append(refusal(server.call("/v1/responses", item))["message"])
     assert "its type is 'pictur', expected one of 'text'," in whys[0]
-    assert "it has no type" in whys[1] and "expected an object" in whys[2]
+    assert "it has no type" in whys[1] and "a valid string" in whys[2]
     assert "its type is 'item_referral', expected one of 'message'," in whys[3]
     plain = {"content-type": "text/plain"}
     sent = server.call("/v1/chat/completions", json.dumps(user("x")).encode(), headers=plain)

@@ -360,7 +360,6 @@ class RequestMiddleware:
         service, metrics = self._service, self._service.metrics
         path = _shown_path(scope, self._paths)
         visit = Visit(f"req_{uuid.uuid4().hex}", scope["method"], path, service)
-        visit.unused.refuse = service.config.unknown_fields == "refuse"
         metrics.active.inc()
         service.active += 1
         try:

@@ -210,7 +210,7 @@ async def _only_known(request: Request) -> None:  # a thread costs more than thi
     known = {field.alias for field in request.scope["route"].dependant.query_params}
     unused = visit_of(request).unused
     for name in request.query_params:
-        if name not in known and (unused.refuse or path not in _ASKED):
+        if name not in known and path not in _ASKED:
             raise unknown(name, known)
         if name not in known:
             unused.add(f"?{name}", "unknown; see /docs")

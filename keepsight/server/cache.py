@@ -119,9 +119,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/cache/images", operation_id="cache_images")
     async def images(
-        request: Request,
-        cache_salt: Annotated[Salt | None, Query()] = None,
-        stored: bool = False,
+        request: Request, cache_salt: Annotated[Salt | None, Query()] = None, stored: bool = False
     ) -> Record:
         """The pictures with features in memory, by key, for one tenant; with `stored` also those
         that only the store has, the most recently used first, at most a thousand of them."""

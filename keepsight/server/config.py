@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -182,9 +182,6 @@ class ServerConfig(BaseSettings):
     )
     decision_config: str | None = _answer(
         None, description="decision.json of /v1/systemone; the model's own if not set."
-    )
-    unknown_fields: Literal["name", "refuse"] = _answer(
-        "name", description="Name or refuse unknown fields of a request."
     )
     warm_up: bool = _answer(True, description="At start, make one small answer.")
 

@@ -39,24 +39,6 @@ _TYPES = {
 }
 
 
-_LENGTH = {
-    "max_tokens": "here it is max_tokens",
-    "max_output_tokens": "here it is max_output_tokens",
-}
-# Names that other servers use for fields of ours; the first known one is suggested.
-ELSEWHERE: dict[str, dict[str, str]] = {
-    "max_new_tokens": _LENGTH,
-    "n_predict": _LENGTH,
-    "num_predict": _LENGTH,
-    "max_tokens": {"max_output_tokens": "did you mean max_output_tokens?"},
-    "cache_control": {"": "what was sent is remembered by itself; see /v1/cache/pin"},
-    "system": {
-        "instructions": "here it is instructions",
-        "messages": "send it as a message of the role system",
-    },
-}
-
-
 class ApiError(Exception):
     """One refusal, ready to be sent."""
 
@@ -140,13 +122,9 @@ def unknown(place: str, known: Iterable[str]) -> ApiError:
 
 def hint_for(place: str, known: Iterable[str]) -> str:
     """A hint at the known name that may have been meant."""
-    head, _, name = place.rpartition(".")
-    names = set(known)
-    for here, hint in ELSEWHERE.get(name, {}).items():
-        if not here or here in names:
-            return hint
-    near = difflib.get_close_matches(name[:100], sorted(names), n=1, cutoff=0.7)
-    return f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
+    head, dot, name = place.rpartition(".")
+    near = difflib.get_close_matches(name[:100], sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {head}{dot}{near[0]}?" if near else "see /docs"
 
 
 def from_validation(

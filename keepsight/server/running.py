@@ -178,11 +178,7 @@ def make_server(service: Service) -> Server:
 
 
 def serve(
-    vlm: VLM,
-    name: str,
-    config: ServerConfig,
-    ready: Callable[[int], object],
-    as_json: bool = False,
+    vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], object], as_json: bool = False
 ) -> None:
     """Serve until a signal ends it. `ready` gets the port and announces it."""
     log.start(config.log, as_json)

@@ -8,21 +8,15 @@ word. Values are strict: `"1"` is not a number. Null means the same as leaving a
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag
 
 from keepsight.core.decoding.stops import MOST as MOST_STOPS
-from keepsight.server.errors import hint_for, invalid, refused, unknown
+from keepsight.server.errors import hint_for, invalid, refused
 
 HEADER = "x-keepsight-unused"
 _MOST = 24  # names that are listed; the rest is counted
@@ -445,18 +439,15 @@ class Body(PixelLimits):
 
 class Unused:
     """The fields of one request that have no effect. They are told in a header, in the log and in
-    the report, so that no option is silently ignored; with `refuse` the first one is an error."""
+    the report, so that no option is silently ignored."""
 
-    def __init__(self, refuse: bool = False) -> None:
-        self.refuse = refuse
+    def __init__(self) -> None:
         self._why: dict[str, str] = {}  # by name, in order of appearance
         self._more = 0
 
-    def add(self, place: str, why: str) -> None:
-        if self.refuse:
-            raise refused(place, why)
-        if place in self._why or len(self._why) < _MOST:
-            self._why.setdefault(place, why)
+    def add(self, place: str, why: str | Callable[[], str]) -> None:
+        if place in self._why or len(self._why) < _MOST:  # finding a hint takes time
+            self._why.setdefault(place, why if isinstance(why, str) else why())
         else:
             self._more += 1
 
@@ -469,19 +460,9 @@ class Unused:
                 if searches or not (is_empty(value) or (name, value) in _NEUTRAL):
                     raise refused(name, why)
             elif not is_empty(value):
-                self._ignored(body, name[:_LONGEST])
+                hint = functools.partial(_hint, body, name)
+                self.add(name[:_LONGEST], body.IGNORED.get(name, hint))
         extra.clear()
-
-    def _ignored(self, body: Body, name: str) -> None:
-        known = type(body).model_fields
-        if (why := body.IGNORED.get(name)) is not None:
-            self.add(name, why)
-        elif self.refuse:
-            raise unknown(name, known)
-        elif len(self._why) < _MOST:  # finding a hint takes time
-            self.add(name, f"unknown; {hint_for(name, known)}")
-        else:
-            self._more += 1
 
     def names(self) -> list[str]:
         """The names, safe for a header and a log: without spaces, commas and unusual characters."""
@@ -494,6 +475,10 @@ class Unused:
     def notes(self) -> tuple[str, ...]:
         notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
         return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
+
+
+def _hint(body: Body, name: str) -> str:
+    return f"unknown; {hint_for(name[:_LONGEST], type(body).model_fields)}"
 
 
 def name_hosted(tool: HostedTool, place: str, unused: Unused) -> None:
