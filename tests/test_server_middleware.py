@@ -117,17 +117,13 @@ def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) 
         ({**user("x"), "metadata": {"a": "b"}}, "metadata"),
         ({**user("x"), "reasoning_effort": "low"}, "reasoning_effort"),
         ({**user("x"), "service_tier": "flex"}, "service_tier"),
-        (
-            {**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-        ),
-        (
-            {**user("x"), "chat_template_kwargs": {"enable_x": True}},
-            "chat_template_kwargs.enable_x",
-        ),
+        ({**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation"),
+        ({**user("x"), "chat_template_kwargs": {"enable_x": True}},
+            "chat_template_kwargs.enable_x"),
         ({"messages": [{"role": "user", "name": "ann", "content": "x"}]}, "messages[0].name"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_used_is_named(server: Live, body: dict[str, Any], param: str) -> None:
     status, _, headers = server.chat({**body, "max_tokens": 1})
     assert status == 200 and headers["x-keepsight-unused"] == param
@@ -152,17 +148,13 @@ def pictured(**fields: str) -> list[dict[str, Any]]:
         ({"input": pictured(image_url=uri(b"GIF89a"))}, "input[0].content[1]"),
         ({"input": pictured(image_url="http://[::1]/")}, "input[0].content[1]"),
         ({"input": pictured(file_id="file-x")}, "input[0].content[1].file_id"),
-        (
-            {"instructions": "x", "input": [*said(), {"role": "user", "content": []}]},
-            "input[1].content",
-        ),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
-            "input[0].output",
-        ),
+        ({"instructions": "x", "input": [*said(), {"role": "user", "content": []}]},
+            "input[1].content"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
+            "input[0].output"),
         ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
     server: Live, more: dict[str, Any], param: str
 ) -> None:

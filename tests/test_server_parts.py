@@ -594,21 +594,15 @@ _KEY = "[[keys]]\nname = 'a'\nkey = 'b'\n"
         ("[[keys]]\nname = 'a'\nkey = 'b'\nadmim = true", UnknownOption, "did you mean 'admin'"),
         (f"{_KEY}admin = 'maybe'", InputError, "keys.0.admin: expected a valid boolean"),
         (f"{_KEY}tenant = 5", InputError, "keys.0.tenant: expected a valid string"),
-        (
-            f"{_KEY}requests_per_minute = true",
-            InputError,
-            "keys.0.requests_per_minute: expected a whole number",
-        ),
-        (
-            f"{_KEY}tokens_per_minute = 1.5",
-            InputError,
-            "keys.0.tokens_per_minute: expected a valid integer",
-        ),
+        (f"{_KEY}requests_per_minute = true", InputError,
+            "keys.0.requests_per_minute: expected a whole number"),
+        (f"{_KEY}tokens_per_minute = 1.5", InputError,
+            "keys.0.tokens_per_minute: expected a valid integer"),
         (f"{_KEY}files_bytes = [1]", InputError, "is not a size"),
         ("[[keys]]\nname = 'a'\nkey = 'cl\u00e9'", InputError, "ASCII letters"),
         ("[[keys]]\nname = 'a'\nkey = 'b '", InputError, "without spaces"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_refused(
     tmp_path: Path, text: str, error: type[Exception], why: str
 ) -> None:

@@ -168,14 +168,10 @@ def test_a_form_beside_tools(server: Live, hurry: dict[str, float]) -> None:
         ({"tools": [tool("look")], "tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
-        (
-            {"tools": [tool("a"), tool("b", {"not": {}}, strict=True)]},
-            "tools[1].function.parameters",
-        ),
-        (
-            {"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
-            "tools[1].function.parameters",
-        ),
+        ({"tools": [tool("a"), tool("b", {"not": {}}, strict=True)]},
+            "tools[1].function.parameters"),
+        ({"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
+            "tools[1].function.parameters"),
         ({"tools": [tool("go", {"type": "strin"})], "tool_choice": NAMED}, f"tools[0].{SCHEMA}"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": BAD}}, "response_format"),

@@ -277,7 +277,7 @@ errors = logging.getLogger("keepsight.server")
 
 _OPEN = {"/", "/health", "/docs", "/openapi.json"}  # paths that need no key
 _WHILE_CLOSING = {"/health", "/metrics"}
-_ANSWERS = {  # the model works for these
+ANSWERS = {  # the model works for these
     *("/v1/chat/completions", "/v1/responses", "/v1/prepare"),
     *("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank", "/v1/completions"),
 }
@@ -445,7 +445,7 @@ class RequestMiddleware:
         host = str((scope.get("client") or ("",))[0])  # a trusted proxy's word, or the connection's
         visit.caller = caller = self._service.callers.find(shown or None, host)
         account.set(caller.account)
-        answers = posts and path in _ANSWERS
+        answers = posts and path in ANSWERS
         if posts and path.startswith("/v1/"):
             caller.admit(answers)
         caller.answering += answers
@@ -530,6 +530,7 @@ def visit_of(request: Request) -> Visit:
 
 B = TypeVar("B", bound=BaseModel)
 MOST_VALUES = 500_000  # commas and brackets in a body; no model reads a text with so many
+BODIES: dict[type[BaseModel], None] = {}  # all kinds, in the order of their routes
 _SMALL_BODY = 1 << 14  # bytes that are parsed at once, faster than in a thread
 
 
@@ -554,6 +555,7 @@ def posts(
             return await unless_gone(request, work(), visit)
 
         endpoint.__doc__ = handler.__doc__
+        BODIES[kind] = None
         content = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
         described = {"required": True, "content": {"application/json": content}}
         router.add_api_route(

@@ -78,10 +78,6 @@ class DetokenizeRequest(Body):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-BODIES = (CompletionRequest, TokenizeRequest, DetokenizeRequest)
-PATHS = ("/v1/completions",)
-
-
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["answers"])
 

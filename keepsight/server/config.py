@@ -13,7 +13,6 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,8 +110,8 @@ class ApiKey:
         return cls(name, key, admin=admin) if colon else cls("default", text, admin=admin)
 
 
-def _group(title: str) -> Callable[..., Any]:
-    return partial(Field, title=title)
+def _group(title: str) -> Callable[[object, str], Any]:
+    return lambda default, text: Field(default, description=text, title=title)
 
 
 _usual, _model, _network = _group("Usual"), _group("Model and memory"), _group("Network")
@@ -134,84 +133,68 @@ class ServerConfig(BaseSettings):
         validate_default=True,
     )
 
-    model: str | None = _usual(
-        None, description="demo, demo-hybrid, demo-smol, a folder, or a hub id."
-    )
-    host: str = _usual("127.0.0.1", description="Address to listen on.")
-    port: Annotated[Whole, Field(ge=0, lt=65536)] = _usual(
-        8000, description="Port; 0 takes any free one."
-    )
-    api_key: Texts = _usual((), description="NAME:KEY; repeatable, one tenant each.")
-    store: str | None = _usual(None, description="Folder to remember in; without one, memory only.")
-    device_map: str | None = _usual(None, description="Where the model goes: cpu, cuda, auto.")
-    dtype: str = _usual("auto", description="auto, float32, bfloat16 or float16.")
-    max_running: Count = _usual(16, description="Most answers decoded together.")
-    allow_path: Texts = _usual((), description="Folder of readable pictures; repeatable.")
-    config: str | None = _usual(None, description="TOML or YAML with these settings.")
+    model: str | None = _usual(None, "demo, demo-hybrid, demo-smol, a folder, or a hub id.")
+    host: str = _usual("127.0.0.1", "Address to listen on.")
+    port: Annotated[Whole, Field(ge=0, lt=65536)] = _usual(8000, "Port; 0 takes any free one.")
+    api_key: Texts = _usual((), "NAME:KEY; repeatable, one tenant each.")
+    store: str | None = _usual(None, "Folder to remember in; without one, memory only.")
+    device_map: str | None = _usual(None, "Where the model goes: cpu, cuda, auto.")
+    dtype: str = _usual("auto", "auto, float32, bfloat16 or float16.")
+    max_running: Count = _usual(16, "Most answers decoded together.")
+    allow_path: Texts = _usual((), "Folder of readable pictures; repeatable.")
+    config: str | None = _usual(None, "TOML or YAML with these settings.")
 
     runtime: str | None = _model(
-        None, description="torch, mlx, auto, or onnx or openvino: exported once, into the store."
+        None, "torch, mlx, auto, or onnx or openvino: exported once, into the store."
     )
-    weights: str | None = _model(None, description="int8; int4 in an exported runtime.")
-    store_budget: Size | None = _model(None, description="Bytes of the store.")
-    remote: str | None = _model(
-        None, description="Address behind the store, such as s3://bucket/name."
-    )
-    tenant: str | None = _model(
-        None, description="Whose memory this is; tenants of a store share nothing."
-    )
-    tenant_quota: Size | None = _model(None, description="Bytes that one tenant may hold.")
-    ttl: SecondsOrNever | None = _model(
-        None, description="How long an unused entry is remembered, or never."
-    )
+    weights: str | None = _model(None, "int8; int4 in an exported runtime.")
+    store_budget: Size | None = _model(None, "Bytes of the store.")
+    remote: str | None = _model(None, "Address behind the store, such as s3://bucket/name.")
+    tenant: str | None = _model(None, "Whose memory this is; tenants of a store share nothing.")
+    tenant_quota: Size | None = _model(None, "Bytes that one tenant may hold.")
+    ttl: SecondsOrNever | None = _model(None, "How long an unused entry is remembered, or never.")
     cache_budget: Size | None = _model(
-        None, description="Prefixes on the device; if not set, 2GiB or a third of an accelerator."
+        None, "Prefixes on the device; if not set, 2GiB or a third of an accelerator."
     )
-    host_budget: Size | None = _model(None, description="Prefixes in host memory.")
-    vision_budget: Size | None = _model(None, description="Features in memory; 2GiB if not set.")
-    min_pixels: Count | None = _model(None, description="Enlarge smaller images to this.")
-    max_pixels: Count | None = _model(None, description="Shrink larger images to this.")
+    host_budget: Size | None = _model(None, "Prefixes in host memory.")
+    vision_budget: Size | None = _model(None, "Features in memory; 2GiB if not set.")
+    min_pixels: Count | None = _model(None, "Enlarge smaller images to this.")
+    max_pixels: Count | None = _model(None, "Shrink larger images to this.")
 
-    model_name: str | None = _answer(None, description="What clients call the model.")
-    max_waiting: Annotated[Whole, Field(ge=0)] = _answer(64, description="Most requests that wait.")
-    max_tokens: Count | None = _answer(None, description="The longest answer that anybody gets.")
-    max_choices: Count = _answer(8, description="Answers to one request (n).")
-    request_timeout: Seconds = _answer("10m", description="Longest time for an answer.")
-    prefill_piece: Count = _answer(
-        512, description="Tokens of a prompt between two steps of running answers."
-    )
+    model_name: str | None = _answer(None, "What clients call the model.")
+    max_waiting: Annotated[Whole, Field(ge=0)] = _answer(64, "Most requests that wait.")
+    max_tokens: Count | None = _answer(None, "The longest answer that anybody gets.")
+    max_choices: Count = _answer(8, "Answers to one request (n).")
+    request_timeout: Seconds = _answer("10m", "Longest time for an answer.")
+    prefill_piece: Count = _answer(512, "Tokens of a prompt between two steps of running answers.")
     decision_config: str | None = _answer(
-        None, description="decision.json of /v1/systemone; the model's own if not set."
+        None, "decision.json of /v1/systemone; the model's own if not set."
     )
-    warm_up: bool = _answer(True, description="At start, make one small answer.")
+    warm_up: bool = _answer(True, "At start, make one small answer.")
 
-    admin_key: Texts = _network((), description="NAME:KEY that also sees metrics; repeatable.")
-    keys: tuple[ApiKey, ...] = _network((), description="API keys with limits; in the file.")
-    allow_origin: Origins = _network((), description="Web origin for CORS; repeatable.")
-    trusted_proxy: Proxies = _network(
-        (), description="Proxy whose X-Forwarded-For is believed; repeatable."
-    )
-    allow_private_urls: bool = _network(False, description="Fetch from private networks too.")
-    max_connections: Count = _network(4096, description="Most open connections.")
-    idle_timeout: Seconds = _network("75s", description="Close a connection idle for this long.")
-    body_timeout: Seconds = _network("60s", description="Longest time for a body to arrive.")
-    drain: Seconds = _network(
-        "30s", description="Longest time that running answers get after SIGTERM."
-    )
-    log: bool = _network(True, description="Log a line for each request.")
+    admin_key: Texts = _network((), "NAME:KEY that also sees metrics; repeatable.")
+    keys: tuple[ApiKey, ...] = _network((), "API keys with limits; in the file.")
+    allow_origin: Origins = _network((), "Web origin for CORS; repeatable.")
+    trusted_proxy: Proxies = _network((), "Proxy whose X-Forwarded-For is believed; repeatable.")
+    allow_private_urls: bool = _network(False, "Fetch from private networks too.")
+    max_connections: Count = _network(4096, "Most open connections.")
+    idle_timeout: Seconds = _network("75s", "Close a connection idle for this long.")
+    body_timeout: Seconds = _network("60s", "Longest time for a body to arrive.")
+    drain: Seconds = _network("30s", "Longest time that running answers get after SIGTERM.")
+    log: bool = _network(True, "Log a line for each request.")
 
-    max_body: Annotated[Size, Field(ge=1)] = _limit("64MiB", description="Largest request.")
-    max_messages: Count = _limit(20_000, description="Most messages in a request.")
-    max_images: Count = _limit(64, description="Most images in a request.")
-    max_image_pixels: Count = _limit(40_000_000, description="Most pixels of an image.")
-    pdf_dpi: Count = _limit(144, description="Resolution of PDF pages.")
-    clip_bytes: Size = _limit("1GiB", description="Bytes of a video or sound when decoded.")
-    url_timeout: Seconds = _limit("20s", description="Longest time for fetching pictures.")
-    url_bytes: Size = _limit("64MiB", description="Bytes fetched for one request.")
+    max_body: Annotated[Size, Field(ge=1)] = _limit("64MiB", "Largest request.")
+    max_messages: Count = _limit(20_000, "Most messages in a request.")
+    max_images: Count = _limit(64, "Most images in a request.")
+    max_image_pixels: Count = _limit(40_000_000, "Most pixels of an image.")
+    pdf_dpi: Count = _limit(144, "Resolution of PDF pages.")
+    clip_bytes: Size = _limit("1GiB", "Bytes of a video or sound when decoded.")
+    url_timeout: Seconds = _limit("20s", "Longest time for fetching pictures.")
+    url_bytes: Size = _limit("64MiB", "Bytes fetched for one request.")
 
-    files_budget: Size = _keep("512MiB", description="Bytes of all uploads.")
-    file_ttl: Seconds = _keep("1d", description="How long uploads last.")
-    responses_budget: Size = _keep("64MiB", description="Bytes of stored responses; 0: none.")
+    files_budget: Size = _keep("512MiB", "Bytes of all uploads.")
+    file_ttl: Seconds = _keep("1d", "How long uploads last.")
+    responses_budget: Size = _keep("64MiB", "Bytes of stored responses; 0: none.")
 
     def __init__(self, **settings: Any) -> None:
         try:

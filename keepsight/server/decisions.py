@@ -274,9 +274,6 @@ class RerankRequest(SharedFields):
 
 # -- routes --------------------------------------------------------------------------------------
 
-BODIES = (SystemOneRequest, DecisionsRequest, ScoreRequest, RerankRequest)
-PATHS = ("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank")
-
 
 def routes(service: Service) -> APIRouter:
     """The routes."""

@@ -87,21 +87,16 @@ class Fetcher:
             connection.close()
 
     def _read(self, response: http.client.HTTPResponse, url: str) -> bytes:
-        length = response.getheader("Content-Length") or ""
-        if length.isascii() and length.isdigit() and int(length) > self.max_bytes:
+        if (response.length or 0) > self.max_bytes:
             raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            part = response.read1(_CHUNK)
-            if not part:
-                if response.length:  # fewer bytes than announced
-                    raise http.client.IncompleteRead(b"", response.length)
-                return b"".join(parts)
-            size += len(part)
-            if size > self.max_bytes:
+        data = bytearray()
+        while part := response.read1(_CHUNK):
+            data += part
+            if len(data) > self.max_bytes:
                 raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
-            parts.append(part)
+        if response.length:  # fewer bytes than announced
+            raise http.client.IncompleteRead(b"", response.length)
+        return bytes(data)
 
     def _resolve(self, host: str, port: int, url: str, deadline: float) -> str:
         addresses: list[str] = []

@@ -60,16 +60,9 @@ class Upload:
     expires_at: int
 
     def as_json(self) -> Record:
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.nbytes,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-        }
+        names = ("id", "created_at", "expires_at", "filename", "purpose")
+        same = {name: getattr(self, name) for name in names}
+        return {**same, "object": "file", "bytes": self.nbytes, "status": "processed"}
 
     def over(self, now: float) -> bool:
         """Whether it is expired. A file dated in the future comes from a wrong clock and would live
@@ -335,13 +328,9 @@ def _kept() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ApiError(
-            503,
-            f"the disk of this server refused ({error.strerror or 'no reason given'}); nothing was "
-            "changed. Try again later, or send pictures as data URIs",
-            param="file",
-            code="files_unavailable",
-        ) from error
+        what = f"the disk of this server refused ({error.strerror or 'no reason given'})"
+        text = f"{what}; nothing was changed. Try again later, or send pictures as data URIs"
+        raise ApiError(503, text, param="file", code="files_unavailable") from error
 
 
 def _unknown(file_id: str, param: str | None) -> ApiError:
@@ -351,30 +340,17 @@ def _unknown(file_id: str, param: str | None) -> ApiError:
 
 
 _PURPOSES = ("vision", "user_data", "assistants")
-_FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
 _LEAST, _LONGEST = 60, 30 * 86400  # seconds of life that a client may ask for
-_UPLOAD = {
-    "required": True,
-    "content": {
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "required": ["file", "purpose"],
-                "additionalProperties": False,
-                "properties": {
-                    "file": {"type": "string", "format": "binary", "minLength": 1},
-                    "purpose": {"type": "string", "enum": list(_PURPOSES)},
-                    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                    "expires_after[seconds]": {
-                        "type": "integer",
-                        "minimum": _LEAST,
-                        "maximum": _LONGEST,
-                    },
-                },
-            }
-        }
-    },
+_SECONDS = {"type": "integer", "minimum": _LEAST, "maximum": _LONGEST}
+_PROPERTIES = {
+    "file": {"type": "string", "format": "binary", "minLength": 1},
+    "purpose": {"type": "string", "enum": list(_PURPOSES)},
+    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+    "expires_after[seconds]": _SECONDS,
 }
+_SENT = {"type": "object", "required": ["file", "purpose"], "additionalProperties": False}
+_CONTENT = {"multipart/form-data": {"schema": {**_SENT, "properties": _PROPERTIES}}}
+_UPLOAD = {"required": True, "content": _CONTENT}
 
 
 class _InMemory(MultiPartParser):
@@ -467,8 +443,8 @@ async def _form(headers: Headers, body: bytes) -> FormData:
     except (MultiPartException, KeyError, ValueError, UnicodeError) as error:
         reason = getattr(error, "message", None) or "it is damaged"
         raise invalid("file", f"the form cannot be read: {reason}") from None
-    if others := sorted(set(form) - _FIELDS):
-        raise unknown(others[0], _FIELDS)
+    if others := sorted(set(form) - set(_PROPERTIES)):
+        raise unknown(others[0], _PROPERTIES)
     return form
 
 

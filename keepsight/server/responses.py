@@ -433,19 +433,17 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
+@dataclass
 class ResponseWriter:
     """One growing response."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: schema.ResponsesRequest,
-        asked: list[Item],
-        answer: AnswerStream,
-        visit: Visit,
-    ) -> None:
-        self._asked = asked
-        self._service, self._body, self._answer, self._visit = service, body, answer, visit
+    service: Service
+    body: schema.ResponsesRequest
+    asked: list[Item]
+    answer: AnswerStream
+    visit: Visit
+
+    def __post_init__(self) -> None:
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._output: list[Record] = []
         self._open: str | None = None  # kind of the current item
@@ -464,37 +462,37 @@ class ResponseWriter:
             async for event in self._events():
                 yield event["type"], event
         except Exception as error:
-            problem = to_api_error(error, self._visit)
+            problem = to_api_error(error, self.visit)
             for event in self._failed(problem):
                 yield event["type"], event
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
-        merged = self._service.merged([self._answer], self._visit.who(), self._visit)
+        merged = self.service.merged([self.answer], self.visit.who(), self.visit)
         end: AnswerEnd | None = None
         async with aclosing(merged) as deltas:
             async for _, delta in deltas:
                 end = delta.end or end
                 for event in self._said(delta):
                     yield event
-        for event in self._close("incomplete" if end and end.reason == "length" else "completed"):
+        status = "incomplete" if end and end.reason == "length" else "completed"
+        for event in self._close(status):
             yield event
         if end is None:
             raise ApiError(500, "the answer ended without its measurements", code="internal_error")
-        status = "incomplete" if end.reason == "length" else "completed"
         yield self._event(f"response.{status}", response=await self._stored(status, end))
 
     async def _stored(self, status: str, end: AnswerEnd) -> Record:
         """The whole response, stored if requested before its client sees its end."""
-        body, responses = self._body, self._service.responses
+        body, responses = self.body, self.service.responses
         keeps = body.store is not False and responses.share > 0
         made = {**self._response(status, end), "store": keeps}
         if keeps:
-            caller = self._visit.who()
+            caller = self.visit.who()
             whose = caller.salted(body.cache_salt)
-            made["store"] = await self._service.threads.run(
-                lambda: responses.put(caller.tenant, whose, self._asked, made)
+            made["store"] = await self.service.threads.run(
+                lambda: responses.put(caller.tenant, whose, self.asked, made)
             )
         return made
 
@@ -505,7 +503,7 @@ class ResponseWriter:
     # -- items -----------------------------------------------------------------------------------
 
     def _said(self, delta: Delta) -> Iterator[Event]:
-        scored = [scored_of(s, self._service) for s in delta.scored]
+        scored = [scored_of(s, self.service) for s in delta.scored]
         for piece in delta.pieces:
             if piece.kind == "call":
                 yield from self._close("completed")
@@ -587,7 +585,7 @@ class ResponseWriter:
         yield self._event("response.failed", response=response)
 
     def _response(self, status: str, end: AnswerEnd | None = None) -> Record:
-        body = self._body
+        body = self.body
         made: Record = {
             "id": self._id,
             "object": "response",
@@ -600,7 +598,7 @@ class ResponseWriter:
             "instructions": body.instructions,
             "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.model.name,
+            "model": self.service.model.name,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -631,7 +629,7 @@ class ResponseWriter:
             "total_tokens": usage.total_tokens,
             **images_of(usage),
         }
-        return measured_of(end, counts, self._body.keepsight)
+        return measured_of(end, counts, self.body.keepsight)
 
 
 def _dumped(given: BaseModel | str | None) -> object:
