@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -32,6 +32,40 @@ from keepsight.server.running import Server, make_server
 from keepsight.server.service import Service
 
 QUESTION = "What is in the picture?"
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}
+{%- elif message.content %}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def until(true: Callable[[], Any]) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def bearer(name: str) -> dict[str, str]:
+    """The header of a key that is called so."""
+    return {"authorization": f"Bearer {name}-key"}
 
 
 def answered(connection: socket.socket) -> tuple[int, Any]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, live, scene, uri
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, live, scene, uri
 
 import keepsight as ks
 from keepsight.server.schema import ChatRequest, ResponsesRequest

@@ -7,12 +7,11 @@ import http.client
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, answered, asked, live, uri
+from server_harness import HELLO, Live, Scripted, answered, asked, live, until, uri
 
 import keepsight as ks
 from bench.hostile import flat_png, pdf
@@ -22,8 +21,6 @@ from keepsight.server.access import network_of
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
 from keepsight.server.turns import Threads, account
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +57,6 @@ def begun(server: Live, path: str, body: dict[str, Any], count: int) -> list[Any
     for _ in range(count):
         threading.Thread(target=ask, daemon=True).start()
     return answers
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

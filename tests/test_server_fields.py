@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, uri
-from test_server_scheduler_client import until
+from server_harness import QUESTION, TEMPLATE, Live, Scripted, asked, live, png, scene, until, uri
 
 import keepsight as ks
 from keepsight.server.media import ImageSizes, MessageReader
@@ -247,8 +246,6 @@ def test_wishes_about_thoughts(
 def test_thoughts_are_opened_as_the_template_does(
     demo_parts: Any, body: dict[str, Any], opened: bool, unused: str
 ) -> None:
-    from test_server_middleware import TEMPLATE
-
     model, processor = demo_parts["demo"]
     with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm:
         with live(vlm, Scripted("hm</think>Yes.")) as server:

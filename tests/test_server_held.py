@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, asked, live, opening, scene
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, asked, bearer, live, opening, scene
 
 import keepsight as ks
 from keepsight.media.naming import Namer
@@ -19,10 +18,6 @@ from keepsight.store import layout
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
 UNKNOWN = "0" * 64
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}-key"}
 
 
 @pytest.fixture

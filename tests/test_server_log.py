@@ -9,15 +9,12 @@ import logging
 from typing import Any
 
 import pytest
-from server_harness import Scripted, live
-from test_server_fair import until
+from server_harness import HELLO, Scripted, live, until
 
 import keepsight as ks
 from keepsight.cli import serve
 from keepsight.server import log, running
 from keepsight.server.config import ServerConfig
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 def written(record: dict[str, Any]) -> str:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import resource
 import socket
 import threading
-import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, answered, asked, live, png, scene, uri
+from server_harness import (
+    TEMPLATE,
+    Live,
+    Scripted,
+    answered,
+    asked,
+    bearer,
+    live,
+    png,
+    scene,
+    until,
+    uri,
+)
 
 import keepsight as ks
 from keepsight.report import Piece
 from keepsight.server import access as intake
+from keepsight.server import streaming
 from keepsight.server.config import ApiKey
 
 KEYS = (
@@ -26,10 +40,6 @@ KEYS = (
     ApiKey("slow", "slow-key", requests_per_minute=2),
     ApiKey("small", "small-key", files_bytes=600),
 )
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}-key"}
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +463,7 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
             )
             length = f"\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             connection.sendall(head + length + body)
-            _until(script.begun.is_set)
+            until(script.begun.is_set)
             if stream:
                 assert b"200" in connection.recv(100)
             connection.close()
@@ -469,16 +479,9 @@ def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
     connection.sendall(head.encode() + body)
     assert b"200" in connection.recv(100)
     connection.close()
-    _until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
+    until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
     assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
     assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
-
-
-def _until(true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_full_queue_says_when_to_come_again(vlm: Any) -> None:
@@ -571,6 +574,46 @@ def test_rates_and_quotas(locked: Live) -> None:
     assert refusal(upload(locked, "small", b"y" * 500), 413)["code"] == "files_quota_exceeded"
 
 
+def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
+    keys = (ApiKey("ann", "ann-key", answers=1), ApiKey("bob", "bob-key"))
+    with live(vlm, script := Paused("second"), keys=keys) as server:
+        first: list[Any] = []
+        ask = functools.partial(server.chat, user("x"), headers=bearer("ann"))
+        asking = threading.Thread(target=lambda: first.append(ask()))
+        asking.start()
+        assert script.begun.wait(20)
+        more = ask()
+        assert refusal(more, 429)["code"] == "rate_limit_exceeded" and more[2]["retry-after"]
+        assert server.call("/v1/files", headers=bearer("ann"))[0] == 200
+        script.go_on.set()
+        assert server.chat(user("x"), headers=bearer("bob"))[0] == 200
+        asking.join(20)
+        assert first[0][0] == 200 and ask()[0] == 200
+
+
+def test_a_silent_stream_says_that_it_lives(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_ALIVE", 0.02)
+
+    class Silent(Scripted):
+        def _say(self, ticket: Any) -> None:
+            assert heard.wait(20)
+            super()._say(ticket)
+
+    heard = threading.Event()
+    with live(vlm, Silent("at last")) as server:
+        body = {"model": "demo", **user("x"), "stream": True}
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.readline().startswith(b": ")
+            heard.set()
+            rest = answer.read().decode()
+    assert "at last" in rest and rest.rstrip().endswith("data: [DONE]")
+
+
 def test_a_key_has_an_equal_part_of_the_room_for_files(vlm: Any) -> None:
     """Two keys of one tenant have one part; who has a limit of its own has that one."""
     keys = (*KEYS, ApiKey("wide", "wide-key", files_bytes=900), ApiKey("ann2", "x", tenant="ann"))
@@ -648,26 +691,6 @@ def test_a_server_with_keys_has_any_name(locked: Live) -> None:
 
 # -- thinking and tools ------------------------------------------------------------------------
 
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{{ tools | tojson }}<tool_call><|im_end|>
-{% endif -%}
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}
-{%- elif message.content %}
-{%- for part in message.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
-{%- else %}{{ part.text }}{% endif %}
-{%- endfor %}
-{%- endif %}
-{%- for call in message.tool_calls or [] -%}
-<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking %}<think>
-{% endif %}{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 

@@ -6,13 +6,13 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, asked, live, scene
+from server_harness import Live, Scripted, asked, live, scene, until
 
 from keepsight import Ticket
 from keepsight.report import Piece, Report, Usage
@@ -44,13 +44,6 @@ def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
-
-
-def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("path", ["/v1/prepare", "/v1/cache/pin"])

@@ -14,8 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 from models import build
-from server_harness import Live, live
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, live
 from test_structured import HOSTILE, Hurry, made
 from tokenizers import AddedToken
 

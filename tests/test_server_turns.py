@@ -6,19 +6,16 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, live
+from server_harness import Live, Scripted, live, until
 
 from keepsight.server.config import ApiKey
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
 from keepsight.server.responses import ResponseStore
 from keepsight.server.turns import ThreadsInTurn, account
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Worked:
@@ -145,13 +142,6 @@ def test_what_one_client_waits_for_no_other_waits_for(
         assert time.monotonic() - begun < 20  # what the first client asked waits for 60
         over.set()
         until(lambda: len(answers) == 2 * count)
-
-
-def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _asked(server: Live, path: str, body: Any, count: int) -> list[Any]:

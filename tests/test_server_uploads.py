@@ -15,7 +15,7 @@ import pytest
 from hostile import bounded
 from hypothesis import given
 from hypothesis import strategies as st
-from server_harness import Live, asked, live, png, scene
+from server_harness import Live, asked, bearer, live, png, scene
 
 import keepsight as ks
 from keepsight.server import running
@@ -30,10 +30,6 @@ KEYS = (
     ApiKey("bob", "bob-key"),
     ApiKey("small", "small-key", files_bytes=600),
 )
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}-key"}
 
 
 class Clock:

@@ -34,15 +34,16 @@ from keepsight.server.schema import (
     TEXT,
     Body,
     ChatMessage,
-    Detail,
     ImagePart,
     Inner,
     KeepsightOptions,
     Label,
     Name,
     Part,
+    RefusalPart,
     Salt,
     Text,
+    TextPart,
     Where,
     kind_of,
 )
@@ -94,20 +95,9 @@ class SystemOneRequest(SharedFields):
 # -- OpenAI's Decisions --------------------------------------------------------------------------
 
 
-class InputText(Inner):
-    type: Literal["input_text", "output_text"]
-    text: Text
-
-
-class InputRefusal(Inner):
-    type: Literal["refusal"]
-    refusal: Text
-
-
-class InputImage(Inner):
+class InputImage(ImagePart):
     type: Literal["input_image"]
     image_url: Where
-    detail: Detail | None = None
 
 
 class InputJson(Inner):
@@ -115,7 +105,7 @@ class InputJson(Inner):
     data: dict[str, object] | list[dict[str, object]]
 
 
-InputPart = Annotated[InputText | InputRefusal | InputImage | InputJson, Discriminator("type")]
+InputPart = Annotated[TextPart | RefusalPart | InputImage | InputJson, Discriminator("type")]
 InputContent = Annotated[Annotated[Text, TEXT] | Annotated[list[InputPart], PARTS], BY_FORM]
 
 
@@ -428,20 +418,36 @@ def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[obje
 class _Pictures:
     """The pictures of a request, each with a placeholder that occurs in no text of it."""
 
-    def __init__(self, texts: Iterator[str]) -> None:
-        whole, self._mark = "\0".join(texts), "picture"
+    def __init__(self, texts: Iterator[str], place: str) -> None:
+        whole, self._mark, self._place = "\0".join(texts), "picture", place
         while f"<{self._mark}-" in whole:
             self._mark += "'"
-        self.urls: list[str] = []
+        self._names: dict[str, str] = {}  # placeholders, by addresses
 
-    def placed(self, url: str) -> str:
-        if url not in self.urls:
-            self.urls.append(url)
-        return f"<{self._mark}-{self.urls.index(url) + 1}>"
+    def text(self, content: str | Sequence[InputPart | Part]) -> str:
+        """Some content as a text with placeholders; the same address is one picture."""
+        if isinstance(content, str):
+            return content
+        words = []
+        for part in content:
+            if isinstance(part, ImagePart):
+                where = part.image_url or part.image or part.url
+                if where is None:
+                    raise invalid(self._place, "a picture needs its image_url")
+                url = where if isinstance(where, str) else where.url
+                name = f"<{self._mark}-{len(self._names) + 1}>"
+                words.append(self._names.setdefault(url, name))
+            elif isinstance(part, InputJson):
+                words.append(json.dumps(part.data, ensure_ascii=False))
+            elif isinstance(part, TextPart | RefusalPart):
+                words.append(part.text if isinstance(part, TextPart) else part.refusal)
+            else:
+                raise invalid(self._place, f"parts of the type {part.type!r} cannot be used here")
+        return "\n".join(words)
 
     def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
-        names = [f"<{self._mark}-{number + 1}>" for number in range(len(self.urls))]
-        return dict(zip(names, _images(reader, self.urls, place), strict=True))
+        images = _images(reader, [*self._names], place)
+        return dict(zip(self._names.values(), images, strict=True))
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -461,14 +467,15 @@ class _Asked:
     """A request of OpenAI's Decisions as one of System One, and its answers back."""
 
     def __init__(self, body: DecisionsRequest) -> None:
-        self._body, self._pictures = body, _Pictures(iter(()))
+        self._body, self._pictures = body, _Pictures(iter(()), "input")
         self._names: list[str] = []
         self._options: list[dict[str, str | bool]] = []  # of choices, by the names they have here
 
     def build(self, reader: MessageReader) -> list[Record]:
         """The request, with its pictures read; in a thread."""
         body = self._body
-        self._pictures = _Pictures(_strings(body.model_dump(include={"input", "questions"})))
+        texts = _strings(body.model_dump(include={"input", "questions"}))
+        self._pictures = _Pictures(texts, "input")
         state = self._state()
         questions = [self._question(one) for one in body.questions]
         return [
@@ -484,35 +491,23 @@ class _Asked:
         if isinstance(given, str):
             return given
         if len(given) == 1 and isinstance(given[0], InputMessage) and given[0].role == "user":
-            return self._text(given[0].content)
+            return self._pictures.text(given[0].content)
         return [self._item(item) for item in given]
 
     def _item(self, item: InputMessage | InputCall | InputOutput) -> Record:
         if isinstance(item, InputMessage):
-            return {"role": item.role, "content": self._text(item.content)}
+            return {"role": item.role, "content": self._pictures.text(item.content)}
         if isinstance(item, InputCall):
             said = item.arguments if item.arguments is not None else item.input
             return {"call": item.name, "call_id": item.call_id, "arguments": said}
-        return {"call_id": item.call_id, "output": self._text(item.output)}
-
-    def _text(self, content: str | list[InputPart]) -> str:
-        if isinstance(content, str):
-            return content
-        return "\n".join(self._part(part) for part in content)
-
-    def _part(self, part: InputPart) -> str:
-        if isinstance(part, InputImage):
-            return self._pictures.placed(part.image_url)
-        if isinstance(part, InputJson):
-            return json.dumps(part.data, ensure_ascii=False)
-        return part.refusal if isinstance(part, InputRefusal) else part.text
+        return {"call_id": item.call_id, "output": self._pictures.text(item.output)}
 
     def _question(self, one: Predicate | Choice | Rating) -> Record:
         number = len(self._names)
         name = one.name or f"question {number + 1}"
         self._names.append(name if name not in self._names else f"{name} ({number + 1})")
         options: dict[str, str | bool] = {}
-        made: Record = {"instructions": self._text(one.instructions)}
+        made: Record = {"instructions": self._pictures.text(one.instructions)}
         if isinstance(one, Predicate):
             made["type"] = "noul"
         elif isinstance(one, Rating):
@@ -569,11 +564,8 @@ def _pairs(
     made = []
     for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
         texts = [*_strings(_plain(query)), *_strings(_plain(document))]
-        pictures = _Pictures(iter(texts))
-        state = {
-            "document": _with_pictures(document, pictures),
-            "query": _with_pictures(query, pictures),
-        }
+        pictures = _Pictures(iter(texts), "documents")
+        state = {"document": _said(document, pictures), "query": _said(query, pictures)}
         if instruction:
             state["instruction"] = instruction
         assets = pictures.assets(reader, f"documents[{number}]")
@@ -585,30 +577,14 @@ def _plain(document: Document) -> object:
     return document if isinstance(document, str) else document.model_dump()
 
 
-def _with_pictures(document: Document, pictures: _Pictures) -> str:
-    if isinstance(document, str):
-        return document
+def _said(document: Document, pictures: _Pictures) -> str:
     if isinstance(document, PlainText):
         return document.text
-    words = []
-    for part in document.content:
-        if isinstance(part, ImagePart):
-            place = part.image_url or part.image or part.url
-            url = place if isinstance(place, str) else place.url if place is not None else None
-            if url is None:
-                raise invalid("documents", "a picture needs its image_url")
-            words.append(pictures.placed(url))
-        elif (text := getattr(part, "text", None)) is not None:
-            words.append(text)
-        else:
-            raise invalid("documents", f"parts of the type {part.type!r} cannot be ranked")
-    return "\n".join(words)
+    return pictures.text(document if isinstance(document, str) else document.content)
 
 
 def _shown(document: Document) -> Record:
-    if isinstance(document, str):
-        return {"text": document}
-    if isinstance(document, PlainText):
-        return {"text": document.text}
+    if not isinstance(document, ManyParts):
+        return {"text": document if isinstance(document, str) else document.text}
     texts = [text for part in document.content if (text := getattr(part, "text", None))]
     return {"text": "\n".join(texts)}
