@@ -118,16 +118,18 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
     class Talker:
         unpaid, ended = 0, False
 
-        async def deltas(self) -> AsyncGenerator[Delta, None]:
-            await asyncio.sleep(0.01)
-            yield Delta()
-            for _ in range(later):
-                await asyncio.sleep(0)
-            listener.cancel()
-            await asyncio.sleep(3600)
+        def delta(self, piece: Piece) -> Delta:
+            return Delta()
 
         def cancel(self) -> None:
             self.ended = True
+
+    async def talk() -> None:
+        await asyncio.sleep(0.01)
+        talker.arrived.put_nowait((0, Piece("word")))
+        for _ in range(later):
+            await asyncio.sleep(0)
+        listener.cancel()
 
     async def listen() -> None:
         merged: Any = Service.merged(service, [talker], Caller(None), None)
@@ -137,8 +139,11 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
 
     async def main() -> None:
         nonlocal listener
+        talker.arrived = asyncio.Queue()
         listener = asyncio.create_task(listen())
+        talking = asyncio.create_task(talk())
         done, _ = await asyncio.wait({listener}, timeout=20)
+        await talking
         assert done and listener.cancelled() and talker.ended
 
     service: Any = Service.__new__(Service)

@@ -99,7 +99,8 @@ class ChatResponse:
             async for number, delta in deltas:
                 self._choices[number].end = delta.end
                 self._choices[number].tokens += delta.tokens
-                yield number, delta
+                if delta.pieces or delta.scored or delta.end or self._ask.shows_tokens:
+                    yield number, delta
 
     async def whole(self) -> Record:
         async for number, delta in self._deltas():

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic.main import IncEx
 
-from keepsight.core.together import Together
+from keepsight.core.together import Ticket, Together
 from keepsight.kinds import Message, Record
 from keepsight.prompt.lengths import characters
 from keepsight.report import Report
@@ -30,7 +29,7 @@ from keepsight.server.responses import ResponseStore
 from keepsight.server.sampling import sampling
 from keepsight.server.schema import Unused
 from keepsight.server.served_model import ServedModel
-from keepsight.server.streaming import AnswerRequest, AnswerStream, Delta, SchedulerClient
+from keepsight.server.streaming import AnswerRequest, AnswerStream, Arrived, Delta, SchedulerClient
 from keepsight.server.turns import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
 
 if TYPE_CHECKING:
@@ -98,7 +97,9 @@ class Service:
         return messages, template, tenant
 
     def _asked(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
-        _refuse(body)
+        if body.modalities and body.modalities != ["text"]:
+            raise refused("modalities", "answers are text; expected ['text']")
+        body.check_stream_options()
         _name_unused(body, visit.unused)
         chosen = sampling(body, self.config.max_tokens, self.model.vocabulary, self.model.ends)
         if (body.n or 1) > self.config.max_choices:
@@ -126,9 +127,10 @@ class Service:
 
     async def submit(self, ask: AnswerRequest) -> list[AnswerStream]:
         answers: list[AnswerStream] = []
+        arrived: Arrived = asyncio.Queue()
         try:
             for choice in range(ask.choices):
-                answers.append(await self.scheduler.submit(ask, choice))
+                answers.append(await self.scheduler.submit(ask, choice, arrived))
         except BaseException:
             for answer in answers:
                 answer.cancel()
@@ -158,28 +160,17 @@ class Service:
         self, answers: list[AnswerStream], caller: Caller, visit: Visit
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """The deltas of all choices as they come, with the number of the choice."""
-        arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue()
-
-        async def read(number: int, answer: AnswerStream) -> None:
-            try:
-                async with aclosing(answer.deltas()) as deltas:
-                    async for delta in deltas:
-                        arrived.put_nowait((number, delta))
-                arrived.put_nowait((number, None))
-            except Exception as error:
-                arrived.put_nowait((number, error))
-
-        readers = [asyncio.create_task(read(*pair)) for pair in enumerate(answers)]
         left, begun = len(answers), asyncio.get_running_loop().time()
         try:
             while left:
                 async with self.time_limit(begun):  # for each: another task may ask for the next
-                    number, delta = await arrived.get()
-                if isinstance(delta, BaseException):
-                    raise delta
-                if delta is None:
+                    number, what = await answers[0].arrived.get()
+                if isinstance(what, Ticket):
+                    if what.error is not None:
+                        raise what.error
                     left -= 1
                     continue
+                delta = answers[number].delta(what)
                 if (end := delta.end) is not None:
                     # The choices share one prompt.
                     prompt = 0 if number else end.usage.prompt_tokens
@@ -190,19 +181,10 @@ class Service:
             for answer in answers:
                 answer.cancel()
                 caller.spend(answer.unpaid)  # of a client that hung up
-            for reader in readers:
-                reader.cancel()
 
     def close(self) -> None:
         self.scheduler.together.close(self.config.drain)
         self.threads.close()
-
-
-def _refuse(body: schema.ChatRequest) -> None:
-    """Refuse the values that cannot be honoured."""
-    if body.modalities and body.modalities != ["text"]:
-        raise refused("modalities", "answers are text; expected ['text']")
-    body.check_stream_options()
 
 
 def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:

@@ -31,6 +31,7 @@ from keepsight.server.served_model import ServedModel
 from keepsight.server.turns import Threads, account, is_large
 
 T = TypeVar("T")
+Arrived = asyncio.Queue[tuple[int, Piece | Ticket]]  # by the numbers of choices
 ScoredToken = tuple[TokenLogprob, list[TokenLogprob]]  # of the answer, and the likeliest ones
 
 
@@ -83,7 +84,7 @@ class SchedulerClient:
     def __init__(self, together: Together, threads: Threads, model: ServedModel) -> None:
         self.together, self._threads, self._model = together, threads, model
 
-    async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
+    async def submit(self, ask: AnswerRequest, choice: int, arrived: Arrived) -> AnswerStream:
         """Submit one choice; bad input and a full queue are refused here."""
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
@@ -94,15 +95,17 @@ class SchedulerClient:
             given: Options = {"tenant": ask.tenant or None, "account": ask.account, **options}
             return self.together.submit(ask.messages, on_piece=tell, on_done=tell, **given)
 
-        ticket, arrived = await self._handed_in(work, is_large(ask.messages))
+        ticket = await self._handed_in(work, is_large(ask.messages), arrived, choice)
         return AnswerStream(ticket, arrived, ask, recorder, self._model)
 
     async def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Prefill in turn with other requests; return the report. No thread waits for it, because
         there are few and requests for answers need them."""
-        ticket, arrived = await self._handed_in(
+        arrived: Arrived = asyncio.Queue()
+        ticket = await self._handed_in(
             lambda tell: self.together.prepare(messages, on_done=tell, **options),
             is_large(messages),
+            arrived,
         )
         try:
             await arrived.get()
@@ -116,19 +119,22 @@ class SchedulerClient:
         return ticket.report
 
     async def _handed_in(
-        self, work: Callable[[Callable[[Piece | Ticket], None]], Ticket], large: bool
-    ) -> tuple[Ticket, asyncio.Queue[Piece | Ticket]]:
-        """Submit from some thread, and return the queue of its events."""
+        self,
+        work: Callable[[Callable[[Piece | Ticket], None]], Ticket],
+        large: bool,
+        arrived: Arrived,
+        number: int = 0,
+    ) -> Ticket:
+        """Submit from some thread; its events come to a queue."""
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Piece | Ticket] = asyncio.Queue()
 
         def hand_over(what: Piece | Ticket) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(arrived.put_nowait, what)
+                loop.call_soon_threadsafe(arrived.put_nowait, (number, what))
 
         future = await self._threads.start(lambda: work(hand_over), large)
         try:
-            return await asyncio.wrap_future(future, loop=loop), arrived
+            return await asyncio.wrap_future(future, loop=loop)
         except asyncio.CancelledError:
             future.add_done_callback(_cancel_late)
             raise
@@ -150,69 +156,56 @@ def _cancel_late(future: Future[Ticket]) -> None:
         future.result().cancel()
 
 
+@dataclass
 class AnswerStream:
-    """Streams one choice (`n`) of one request: the pieces of its answer in order."""
+    """One choice (`n`) of one request: what its pieces add to its answer."""
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        arrived: asyncio.Queue[Piece | Ticket],
-        ask: AnswerRequest,
-        recorder: Recorder | None,
-        model: ServedModel,
-    ) -> None:
-        self._ticket, self._arrived, self._ask, self._recorder = ticket, arrived, ask, recorder
-        self._model = model
+    ticket: Ticket
+    arrived: Arrived  # of all choices
+    ask: AnswerRequest
+    recorder: Recorder | None
+    model: ServedModel
+
+    def __post_init__(self) -> None:
         self._speech: OutputParser | None = None  # once the answer has begun
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
         self.unpaid = 0  # tokens written but not in any measurement
 
     def cancel(self) -> None:
-        if not self._ticket.done.is_set():
-            self._ticket.cancel()
+        if not self.ticket.done.is_set():
+            self.ticket.cancel()
 
     @property
     def prompt_ids(self) -> list[int]:
         """The tokens of the prompt, once the answer has begun."""
-        ids = self._ticket.prompt_ids
+        ids = self.ticket.prompt_ids
         return [] if ids is None else ids.tolist()
 
     @property
     def prompt_tokens(self) -> int:
-        return 0 if self._ticket.prompt_ids is None else len(self._ticket.prompt_ids)
+        return 0 if self.ticket.prompt_ids is None else len(self.ticket.prompt_ids)
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """The answer, step by step."""
-        try:
-            while isinstance(piece := await self._arrived.get(), Piece):
-                delta = self._delta(piece)
-                if delta.pieces or delta.scored or delta.end or self._ask.shows_tokens:
-                    yield delta
-            if piece.error is not None:
-                raise piece.error
-        finally:
-            self.cancel()
-
-    def _delta(self, piece: Piece) -> Delta:
+    def delta(self, piece: Piece) -> Delta:
+        """What a piece adds."""
         delta = Delta()
         if self._speech is None:
-            opened = not self._ask.continued and self._model.opened_thought(self.prompt_ids)
-            tools = [tool["function"] for tool in self._ask.tools or ()]
+            opened = not self.ask.continued and self.model.opened_thought(self.prompt_ids)
+            tools = [tool["function"] for tool in self.ask.tools or ()]
             schemas = {tool["name"]: tool.get("parameters") or {} for tool in tools}
-            self._speech = OutputParser(opened, self._model.thinks, bool(tools), schemas)
+            self._speech = OutputParser(opened, self.model.thinks, bool(tools), schemas)
         if piece.token is not None:
             delta.tokens.append(piece.token)
             self.unpaid += 1
             self._reasoning += self._speech.thinking
-            if self._recorder is not None:
-                delta.scored.append(self._recorder.take(piece.token))
+            if self.recorder is not None:
+                delta.scored.append(self.recorder.take(piece.token))
         delta.pieces += self._allowed(self._speech.push(piece.text))
         if piece.usage is not None and piece.report is not None:
             delta.pieces += self._allowed(self._speech.finish())
             reason = "tool_calls" if self._calls else piece.finish_reason or "stop"
             seconds = time.perf_counter() - self._begun
-            piece.report.notes += self._ask.notes
+            piece.report.notes += self.ask.notes
             self.unpaid = 0
             delta.end = AnswerEnd(reason, piece.usage, piece.report, self._reasoning, seconds)
         return delta
@@ -221,7 +214,7 @@ class AnswerStream:
         answers = []
         for one in pieces:
             self._calls += one.kind == "call"
-            if one.kind != "call" or self._calls == 1 or not self._ask.one_call:
+            if one.kind != "call" or self._calls == 1 or not self.ask.one_call:
                 answers.append(one)
         return answers
 
