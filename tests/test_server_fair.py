@@ -75,18 +75,6 @@ def test_many_long_preparations_hold_up_nobody(vlm: Any, path: str, more: Any) -
         assert {answer[0] for answer in answers} == {200}
 
 
-def test_who_hangs_up_while_it_is_prepared_frees_the_place(vlm: Any) -> None:
-    script = Long()
-    with live(vlm, script) as server:
-        body = json.dumps({"model": "demo", "messages": HELLO}).encode()
-        connection = server.raw()
-        head = "POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: script.prepared)
-        connection.close()
-        until(lambda: script.prepared[0].cancelled)
-
-
 def test_a_preparation_has_the_time_of_an_answer_and_its_errors(vlm: Any) -> None:
     script = Long()
     with live(vlm, script, request_timeout=0.3) as server:

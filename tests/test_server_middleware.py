@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import http.client
 import json
-import resource
 import socket
 import threading
 import urllib.request
@@ -345,27 +344,6 @@ def test_ten_thousand_pictures_are_counted_before_one_is_read(
     assert error["code"] == "too_many_images" and error["param"] == "messages[0].content[4]"
 
 
-def test_what_is_large_waits_for_what_is_large(vlm: Any) -> None:
-    """Whoever sends large requests holds up their own kind alone."""
-    with live(vlm, Scripted("hi")) as server:
-        over, begun = threading.Event(), threading.Semaphore(0)
-
-        def long() -> None:
-            begun.release()
-            over.wait(60)
-
-        for _ in range(64):
-            server.service.threads.large.pool.submit(long)
-        assert begun.acquire(timeout=20)
-        answers: list[int] = []
-        large = threading.Thread(target=lambda: answers.append(server.chat(user("x" * 300_000))[0]))
-        large.start()
-        assert server.chat(user("x"))[0] == 200 and not answers
-        over.set()
-        large.join(60)
-        assert answers == [200]
-
-
 def test_ten_thousand_messages(server: Live) -> None:
     words = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     answer = server.chat({"messages": words * 5000, "max_tokens": 1})
@@ -400,44 +378,6 @@ class Paused(Scripted):
         ticket.put(Piece("first ", 0))
         self.go_on.wait(120)
         super()._say(ticket)
-
-
-def _may_open(files: int) -> None:
-    """Raise this process's limit of open files as far as needed; skip where it cannot be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < files:
-        pytest.skip(f"needs {files} open files; the hard limit here is {hard}")
-    if soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
-def test_thousands_of_idle_connections_hold_up_nobody(vlm: Any) -> None:
-    _may_open(2 * 2000 + 500)  # both ends are in this process
-    script = Paused("second ", "third")
-    with live(vlm, script) as server:
-        body = json.dumps({"model": "demo", **user("x"), "stream": True}).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: "
-        stream, crowd = server.raw(), []
-        stream.sendall(head + str(len(body)).encode() + b"\r\nConnection: close\r\n\r\n" + body)
-        said = b""
-        try:
-            while b"first" not in said:
-                more = stream.recv(4096)
-                assert more, said
-                said += more
-            crowd = [server.raw() for _ in range(2000)]
-            assert server.call("/health")[0] == 200
-            assert len(server.server.server_state.connections) > 2000, "all are in"
-            script.go_on.set()
-            assert server.chat(user("y"))[0] == 200
-            while data := stream.recv(4096):
-                said += data
-        finally:
-            for connection in (stream, *crowd):
-                connection.close()
-    words = [said.index(word) for word in (b"first ", b"second ", b"third", b"[DONE]")]
-    assert words == sorted(words)
 
 
 def test_nonsense_instead_of_http(server: Live) -> None:

@@ -5,37 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, asked, live, scene, until
+from server_harness import Live, asked, live, scene, until
 
-from keepsight import Ticket
-from keepsight.report import Piece, Report, Usage
+from keepsight.report import Piece
 from keepsight.server.access import Caller
 from keepsight.server.config import ServerConfig
 from keepsight.server.service import Service
 from keepsight.server.streaming import Delta, EventStream
-
-MANY = 20  # more than the client has threads
-
-
-class Slow(Scripted):
-    """A scheduler that answers, and that never comes to what it is asked to prepare."""
-
-    def __init__(self) -> None:
-        super().__init__("Hello")
-        self.prepared: list[Ticket] = []
-
-    def prepare(self, messages: Any, on_done: Any = None, **options: Any) -> Ticket:
-        ticket = Ticket(on_done=on_done)
-        ticket.wake = lambda: ticket.done.is_set() or ticket.end()
-        self.prepared.append(ticket)
-        return ticket
 
 
 def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
@@ -44,55 +26,6 @@ def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
-
-
-@pytest.mark.parametrize("path", ["/v1/prepare", "/v1/cache/pin"])
-def test_an_answer_waits_for_nothing_that_is_prepared(demo: Any, path: str) -> None:
-    script = Slow()
-    with live(demo, script) as server:
-        waiting = [send(server, path, {"messages": asked(text=f"{n}")}) for n in range(MANY)]
-        until(lambda: len(script.prepared) == MANY)
-        assert server.chat({"messages": asked(text="Hi.")})[0] == 200
-        assert server.call("/v1/cache/stats")[0] == 200
-        first, rest = script.prepared[0], script.prepared[1:]
-        for connection in waiting:
-            connection.close()  # and who hangs up frees the place
-        until(lambda: all(ticket.cancelled for ticket in rest))
-        assert first.cancelled
-
-
-def test_nobody_waits_for_a_slow_site_that_others_speak_of(demo: Any) -> None:
-    """More of them than there are threads that fetch."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as site,
-        live(demo, Scripted("Hello"), allow_private_urls=True, url_timeout="40s") as server,
-    ):
-        url = f"http://127.0.0.1:{site.getsockname()[1]}/a.png"  # it takes calls and says nothing
-        waiting = [
-            send(server, "/v1/chat/completions", {"messages": asked(url)}) for _ in range(40)
-        ]
-        time.sleep(0.5)
-        begun = time.monotonic()
-        assert server.chat({"messages": asked(scene(1))})[0] == 200
-        assert time.monotonic() - begun < 30
-        for connection in waiting:
-            connection.close()
-
-
-def test_what_is_prepared_is_reported_and_what_fails_is_an_error(demo: Any) -> None:
-    script = Slow()
-    with live(demo, script) as server:
-        connection = send(server, "/v1/prepare", {"messages": asked(text="1")})
-        until(lambda: script.prepared)
-        script.prepared[0].put(Piece("", None, Usage(10, 0, 4), Report(prompt_tokens=10), None))
-        script.prepared[0].end()
-        assert b"200 OK" in connection.recv(100)
-        connection.close()
-        connection = send(server, "/v1/prepare", {"messages": asked(text="2")})
-        until(lambda: len(script.prepared) == 2)
-        script.prepared[1].end(MemoryError("none left"))
-        assert b" 5" in connection.recv(100)
-        connection.close()
 
 
 def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
