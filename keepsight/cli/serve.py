@@ -6,11 +6,9 @@ commands need not import what the server needs.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib.util
 import inspect
-import io
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -173,28 +171,6 @@ def _loaded(config: ServerConfig) -> VLM:
     return options.load(given.pop("model"), pixels=pixels, **given)
 
 
-def some_picture() -> str:
-    """A picture in base64 for the example command: read by the shell from the example if that
-    exists here, else a red disc, so that the command works when pasted."""
-    for name in ("picture.png", "examples/picture.png"):
-        if os.path.isfile(name):
-            return f"""'"$(base64 < {name} | tr -d '\\n')"'"""
-    return _disc()
-
-
-def _disc() -> str:
-    from PIL import Image, ImageDraw  # start-up time
-
-    side = 96
-    picture = Image.new("P", (side, side), 0)
-    picture.putpalette([255, 255, 255, 220, 40, 40])
-    edge = side // 4
-    ImageDraw.Draw(picture).ellipse((edge, edge, side - edge, side - edge), fill=1)
-    written = io.BytesIO()
-    picture.save(written, "PNG", optimize=True, bits=1)
-    return base64.b64encode(written.getvalue()).decode()
-
-
 def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> None:
     """Print where it listens, and an example command.
 
@@ -211,7 +187,5 @@ def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) 
     typer.echo("Try:")
     typer.echo(
         f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
-        f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": [{{"type": """
-        """"image_url", "image_url": {"url": "data:image/png;base64,"""
-        f"""{some_picture()}"}}}}, {{"type": "text", "text": "What is in the picture?"}}]}}]}}'"""
+        f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
     )

@@ -6,6 +6,7 @@ response's id; `ResponseStore` resolves ids.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
@@ -100,7 +101,7 @@ def as_chat(
     return schema.ChatRequest.model_construct(
         **same
         | {
-            "messages": _messages(body, _used(items, unused)),
+            "messages": _messages(body, items, unused),
             "tools": list(_tools(body, unused)) or None,
             "tool_choice": body.tool_choice,
             "response_format": body.text.format if body.text is not None else None,
@@ -137,73 +138,54 @@ def _tools(body: schema.ResponsesRequest, unused: Unused) -> Iterator[schema.Too
         yield schema.Tool(type="function", function=schema.Function(**fields))
 
 
-def _used(items: Sequence[Placed], unused: Unused) -> list[Placed]:
-    """The items that a prompt has a place for; others are reported."""
+def _messages(
+    body: schema.ResponsesRequest, items: Sequence[Placed], unused: Unused
+) -> list[schema.ChatMessage]:
+    """Items as messages: a thought and calls join their answer."""
+    made: list[schema.ChatMessage] = []
+    thought = ""
+
+    def add(place: str, content_place: str, **fields: Any) -> None:
+        made.append(schema.ChatMessage(**fields).called(place, content_place))
+
+    def answer(place: str, **fields: Any) -> None:
+        nonlocal thought
+        reasoning, thought = thought or None, ""
+        add(place, f"{place}.content", role="assistant", reasoning_content=reasoning, **fields)
+
+    if body.instructions is not None:
+        add("instructions", "instructions", role="system", content=body.instructions)
     for item, place in items:
         if isinstance(item, OtherItem):
             unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
-    return [placed for placed in items if not isinstance(placed[0], OtherItem)]
-
-
-def _messages(body: schema.ResponsesRequest, items: Sequence[Placed]) -> list[schema.ChatMessage]:
-    made: list[schema.ChatMessage] = []
-    if body.instructions is not None:
-        system = schema.ChatMessage(role="system", content=body.instructions)
-        made.append(system.called("instructions", "instructions"))
-    if isinstance(body.input, str) and len(items) == 1:
-        asked = schema.ChatMessage(role="user", content=body.input)
-        return [*made, asked.called("input", "input")]
-    thought: str | None = None
-    for item, place in items:
-        if isinstance(item, ThoughtItem):
-            thought = "\n".join(filter(None, (thought, _thought(item)))) or thought
             continue
-        if thought and not _answers(item):
-            made.append(_only_thought(thought))
-            thought = None
-        _append(made, item, thought, place)
-        thought = None
-    made += [_only_thought(thought)] if thought else []
+        if isinstance(item, ThoughtItem):
+            text = "".join(part.text for part in item.content or item.summary or [])
+            thought = "\n".join(filter(None, (thought, text)))
+            continue
+        said = isinstance(item, MessageItem) and item.role == "assistant"
+        if thought and not (said or isinstance(item, CallItem)):
+            answer(place, content="")  # it was cut off before its text began
+        if isinstance(item, ResultItem):
+            told = {"content": item.output, "tool_call_id": item.call_id}
+            add(place, f"{place}.output", role="tool", **told)
+        elif isinstance(item, CallItem):
+            function = schema.CalledFunction(name=item.name, arguments=item.arguments)
+            call = schema.ToolCall(id=item.call_id, function=function)
+            if made and made[-1].role == "assistant" and not thought:
+                made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+            else:
+                answer(place, tool_calls=[call])
+        elif isinstance(item, MessageItem) and said:
+            answer(place, content=item.content)
+        elif isinstance(item, MessageItem):
+            inside = place if place == "input" else f"{place}.content"
+            add(place, inside, role=item.role, content=item.content)
+    if thought:
+        answer(BEFORE, content="")
     if not made:
         raise invalid("input", "there is no message in input")
     return made
-
-
-def _thought(item: ThoughtItem) -> str:
-    """The thought itself, or its summary if only that was sent."""
-    return "".join(part.text for part in item.content or item.summary or [])
-
-
-def _answers(item: Item) -> bool:
-    return isinstance(item, CallItem) or getattr(item, "role", None) == "assistant"
-
-
-def _only_thought(thought: str) -> schema.ChatMessage:
-    """An answer that was cut off before its text began."""
-    return schema.ChatMessage(role="assistant", content="", reasoning_content=thought)
-
-
-def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, place: str) -> None:
-    """Append an item as a message; tool calls join their answer."""
-    if isinstance(item, ResultItem):
-        message = schema.ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
-        made.append(message.called(place, f"{place}.output"))
-    elif isinstance(item, CallItem):
-        function = schema.CalledFunction(name=item.name, arguments=item.arguments)
-        call = schema.ToolCall(id=item.call_id, function=function)
-        if made and made[-1].role == "assistant" and thought is None:
-            made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
-        else:
-            message = schema.ChatMessage(
-                role="assistant", tool_calls=[call], reasoning_content=thought
-            )
-            made.append(message.called(place, f"{place}.content"))
-    elif isinstance(item, MessageItem):
-        reasoning = thought if item.role == "assistant" else None
-        message = schema.ChatMessage(
-            role=item.role, content=item.content, reasoning_content=reasoning
-        )
-        made.append(message.called(place, f"{place}.content"))
 
 
 @dataclass(frozen=True)
@@ -379,7 +361,6 @@ def _unknown(what: str, given: str, param: str) -> ApiError:
 
 Event = Record
 Salt = Annotated[str | None, Query(min_length=1, max_length=1024)]
-_TYPES = {"text": "message", "thought": "reasoning"}
 
 
 def routes(service: Service) -> APIRouter:
@@ -485,15 +466,13 @@ class ResponseWriter:
 
     async def _stored(self, status: str, end: AnswerEnd) -> Record:
         """The whole response, stored if requested before its client sees its end."""
-        body, responses = self.body, self.service.responses
-        keeps = body.store is not False and responses.share > 0
+        responses, caller = self.service.responses, self.visit.who()
+        keeps = self.body.store is not False and responses.share > 0
         made = {**self._response(status, end), "store": keeps}
         if keeps:
-            caller = self.visit.who()
-            whose = caller.salted(body.cache_salt)
-            made["store"] = await self.service.threads.run(
-                lambda: responses.put(caller.tenant, whose, self.asked, made)
-            )
+            whose = caller.salted(self.body.cache_salt)
+            put = functools.partial(responses.put, caller.tenant, whose, self.asked, made)
+            made["store"] = await self.service.threads.run(put)
         return made
 
     def _event(self, kind: str, **fields: object) -> Event:
@@ -515,27 +494,34 @@ class ResponseWriter:
             yield self._grow(piece, scored)
             scored = []
 
+    def _item(self, kind: str, prefix: str, **fields: object) -> tuple[Record, Event]:
+        item = {
+            "type": kind,
+            "id": f"{prefix}_{uuid.uuid4().hex}",
+            "status": "in_progress",
+        } | fields
+        self._output.append(item)
+        spot = self._spot()
+        return item, self._event("response.output_item.added", **spot, item=dict(item))
+
     def _begin(self, kind: str) -> Iterator[Event]:
         self._open, self._scored = kind, []
-        item: Record = {"type": _TYPES[kind], "status": "in_progress", "content": []}
         if kind == "text":
-            item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+            item, added = self._item("message", "msg", content=[], role="assistant")
         else:
-            item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": []}
-        self._output.append(item)
-        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
+            item, added = self._item("reasoning", "rs", content=[], summary=[])
+        yield added
         item["content"] = [_content(kind, "", [])]
-        place = self._place()
-        yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
+        part = _content(kind, "", [])
+        yield self._event("response.content_part.added", **self._place(), part=part)
 
     def _grow(self, piece: OutputPiece, scored: list[Record]) -> Event:
         self._output[-1]["content"][0]["text"] += piece.text
         if piece.kind == "thought":
             return self._event("response.reasoning_text.delta", **self._place(), delta=piece.text)
         self._scored += scored
-        return self._event(
-            "response.output_text.delta", **self._place(), delta=piece.text, logprobs=scored
-        )
+        more = {"delta": piece.text, "logprobs": scored}
+        return self._event("response.output_text.delta", **self._place(), **more)
 
     def _close(self, status: str) -> Iterator[Event]:
         if self._open is None:
@@ -552,17 +538,10 @@ class ResponseWriter:
         self._open = None
 
     def _call(self, piece: OutputPiece) -> Iterator[Event]:
-        item = {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": piece.id,
-            "name": piece.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        self._output.append(item)
+        about = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+        item, added = self._item("function_call", "fc", **about)
+        yield added
         spot = {**self._spot(), "item_id": item["id"]}
-        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
         name = "response.function_call_arguments"
         yield self._event(f"{name}.delta", **spot, delta=piece.text)
         item |= {"arguments": piece.text, "status": "completed"}
