@@ -115,6 +115,14 @@ class Client:
     def raw(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
+    def sending(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """A connection on which a request was sent."""
+        data = json.dumps({"model": "demo", **body}).encode()
+        connection = self.raw()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return connection
+
     def upload(self, data: bytes, who: dict[str, str] | None = None, **fields: str) -> Any:
         """Status, JSON, headers of a file sent."""
         parts = [

