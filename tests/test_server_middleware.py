@@ -505,6 +505,27 @@ def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
         assert first[0][0] == 200 and ask()[0] == 200
 
 
+def test_one_who_asks_without_end_waits_while_others_are_answered(
+    vlm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake.Bucket, "wait", lambda bucket, needed: 3600.0)
+    keys = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))
+    with live(vlm, script := Paused("second"), keys=keys) as server:
+        ask = functools.partial(server.chat, user("x"), headers=bearer("ann"))
+        asking = threading.Thread(target=ask)
+        assert server.call("/v1/files", headers=bearer("bob"))[0] == 200
+        asking.start()
+        assert script.begun.wait(20)
+        refused = [server.call("/v1/files", headers=bearer("bob")), server.call("/metrics")]
+        assert refusal(refused[0], 429)["code"] == "busy" and refused[1][0] == 401
+        assert server.call("/v1/files", headers=bearer("ann"))[0] == 200, (
+            "her own answer is no other"
+        )
+        script.go_on.set()
+        asking.join(20)
+        assert server.call("/v1/files", headers=bearer("bob"))[0] == 200
+
+
 def test_a_silent_stream_says_that_it_lives(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "_ALIVE", 0.02)
 

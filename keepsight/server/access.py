@@ -17,6 +17,7 @@ import re
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -87,16 +88,18 @@ class Bucket:
 
     per_minute: float
     clock: Callable[[], float] = time.monotonic
+    at_once: float | None = None  # most at once, if not all of a minute
     level: float = field(init=False)
     at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level, self.at = self.per_minute, self.clock()
+        self._most = self.per_minute if self.at_once is None else self.at_once
+        self.level, self.at = self._most, self.clock()
 
     def wait(self, needed: float) -> float:
         """Seconds until the bucket holds this many; 0 if it does."""
         now = self.clock()
-        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
+        self.level = min(self._most, self.level + (now - self.at) * self.per_minute / 60)
         self.at = now
         return max(0.0, (needed - self.level) * 60 / self.per_minute)
 
@@ -281,6 +284,8 @@ ANSWERS = {  # the model works for these
     *("/v1/chat/completions", "/v1/responses", "/v1/prepare"),
     *("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank", "/v1/completions"),
 }
+_PER_SECOND, _AT_ONCE = 40, 20  # requests of one client while others are answered: each takes GIL
+_LONGEST_TURN = 25.0  # seconds
 _READING = 60.0  # seconds for clients that do not read, beside the time of an answer
 
 
@@ -352,6 +357,8 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
         self._app, self._service = app, service
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
+        self._answering: Counter[str] = Counter()  # by account
+        self._paces: dict[str, Bucket] = {}  # by account
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -399,6 +406,7 @@ class RequestMiddleware:
         bodies = self._service.bodies
         try:
             with self._admitted(scope, visit):
+                await self._turn(scope, visit)
                 body = await bodies.whole(receive_on, announced_by(scope))
                 await self._served(scope, visit, body, receive_on, send_on)
         except Exception as error:
@@ -407,11 +415,29 @@ class RequestMiddleware:
                 error = ApiError(504, text, code="timeout")
             problem = to_api_error(error, visit)
             if not visit.status and not visit.gone:
+                if visit.caller is None:
+                    with contextlib.suppress(ApiError):  # it is a refusal already
+                        await self._turn(scope, visit)
                 waits = not read and problem.status != 408  # its wait is over
                 rest = functools.partial(bodies.discard, receive_on) if waits else None
                 announced = announced_by(scope)
                 long = announced is None or announced > _LONG
                 await respond(send_on, problem, rest, long)
+
+    async def _turn(self, scope: Scope, visit: Visit) -> None:
+        """While others are answered, one client's requests wait for each other."""
+        name = visit.caller.account if visit.caller is not None else account_from(_host(scope))
+        others = self._answering.total() - self._answering[name]
+        if others <= 0 or self._service.draining:
+            return
+        if len(self._paces) > 1000:
+            self._paces = {one: pace for one, pace in self._paces.items() if pace.wait(_AT_ONCE)}
+        pace = self._paces.setdefault(name, Bucket(60 * _PER_SECOND, at_once=_AT_ONCE))
+        if (wait := pace.wait(1)) > _LONGEST_TURN:
+            text = "too many requests at a time; wait for answers before asking again"
+            raise ApiError(429, text, code="busy", retry_after=1)
+        pace.take(1)
+        await asyncio.sleep(wait)
 
     async def _served(
         self, scope: Scope, visit: Visit, body: bytes, receive: Receive, send: Send
@@ -442,17 +468,19 @@ class RequestMiddleware:
             yield
             return
         shown = headers.get(b"authorization", b"").decode("latin-1")
-        host = str((scope.get("client") or ("",))[0])  # a trusted proxy's word, or the connection's
-        visit.caller = caller = self._service.callers.find(shown or None, host)
+        visit.caller = caller = self._service.callers.find(shown or None, _host(scope))
         account.set(caller.account)
         answers = posts and path in ANSWERS
         if posts and path.startswith("/v1/"):
             caller.admit(answers)
         caller.answering += answers
+        self._answering[caller.account] += answers
         try:
             yield
         finally:
             caller.answering -= answers
+            self._answering[caller.account] -= answers
+            self._answering += Counter()  # without those that are zero
 
     def _refuse_other_names(self, headers: dict[bytes, bytes]) -> None:
         """A site may point its own name to this machine (DNS rebinding). Then its page has the
@@ -477,6 +505,11 @@ class RequestMiddleware:
         if not (own or origin in allowed or "*" in allowed):
             text = "requests from pages of other sites are not allowed; see --allow-origin"
             raise ApiError(403, text, code="origin_not_allowed")
+
+
+def _host(scope: Scope) -> str:
+    """The client's address, from a trusted proxy or the connection."""
+    return str((scope.get("client") or ("",))[0])
 
 
 def _shown_path(scope: Scope, known: set[str]) -> str:
