@@ -187,7 +187,8 @@ class Callers:
 
 _DISCARDED = 4  # times the largest body: what is read of a refused one, so that its client listens
 _QUIET = 1.0  # seconds without a byte after which a refused body is given up
-_LONG = 1 << 20  # bytes of a refused body after which closing the connection costs less
+_LONG = 1 << 20  # bytes of a body that arrive at full speed; a longer refused one is not read out
+_BYTES_A_SECOND = 64 << 20  # of all longer bodies while others are served: receiving costs time
 _BODIES_HELD = 8  # times the largest body, of all requests together
 
 
@@ -196,7 +197,7 @@ class BodyIntake:
 
     def __init__(self, service: Service) -> None:
         self._service, self._most = service, service.config.max_body
-        self._held = 0
+        self._held, self._next = 0, 0.0
         self._incomplete: set[asyncio.Timeout] = set()  # deadlines of bodies that still arrive
 
     async def whole(self, receive: Receive, announced: int | None) -> bytes:
@@ -218,6 +219,8 @@ class BodyIntake:
                     size += len(parts[-1])
                     self._held += len(parts[-1])
                     more = message.get("more_body", False)
+                    if size > _LONG and self._service.active > 1:
+                        await self._pace(len(parts[-1]))
                     if size > self._most:
                         raise self._too_large()
                     if self._held > _BODIES_HELD * self._most:
@@ -232,6 +235,12 @@ class BodyIntake:
         finally:
             self._incomplete.discard(limit)
         return b"".join(parts)
+
+    async def _pace(self, count: int) -> None:
+        now = time.monotonic()
+        self._next = max(self._next, now) + count / _BYTES_A_SECOND
+        if self._next - now > 0.005:
+            await asyncio.sleep(self._next - now)
 
     def _too_large(self) -> ApiError:
         text = f"the body is larger than {self._most} bytes; upload pictures to /v1/files"
