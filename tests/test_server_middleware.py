@@ -574,10 +574,8 @@ def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> No
     with live(vlm, Scripted(), allow_origin=("http://good",)) as other:
         allowed = other.call(path, method="OPTIONS", headers={**headers, "origin": "http://good"})
         assert allowed[2]["access-control-allow-origin"] == "http://good"
-        assert (
-            "access-control-allow-origin"
-            not in other.call(path, method="OPTIONS", headers=headers)[2]
-        )
+        refused = other.call(path, method="OPTIONS", headers=headers)[2]
+        assert "access-control-allow-origin" not in refused
 
 
 def test_openais_client_in_a_browser_may_send_its_own_headers(vlm: Any) -> None:
@@ -591,32 +589,16 @@ def test_openais_client_in_a_browser_may_send_its_own_headers(vlm: Any) -> None:
         assert set(sent.split(",")) <= set(allowed)
 
 
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("127.0.0.1:8000", True),
-        ("localhost", True),
-        ("LocalHost.:8000", True),
-        ("[::1]:8000", True),
-        ("192.168.1.7:80", True),
-        ("box:8000", True),
-        ("box.local", True),
-        ("app.localhost:3000", True),
-        ("good.example", True),
-        ("evil.example:8000", False),
-        ("127.0.0.1.evil.example", False),
-        ("localhost.evil.example", False),
-        ("[evil.example]", False),
-    ],
-)
-def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(
-    vlm: Any, name: str, own: bool
-) -> None:
+def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(vlm: Any) -> None:
+    own = ["127.0.0.1:8000", "localhost", "LocalHost.:8000", "[::1]:8000", "192.168.1.7:80"]
+    own += ["box:8000", "box.local", "app.localhost:3000", "good.example"]
+    others = ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"]
     with live(vlm, Scripted("hi"), allow_origin=("https://good.example",)) as server:
-        for path, body in (("/v1/files", None), ("/", None), ("/v1/cache/stats", None)):
-            answer = server.call(path, body, headers={"host": name})
-            assert answer[0] == (200 if own else 403), (name, path)
-            assert own or answer[1]["error"]["code"] == "host_not_allowed"
+        for name in (*own, *others, "[evil.example]"):
+            for path in ("/v1/files", "/", "/v1/cache/stats"):
+                status, told, _ = server.call(path, headers={"host": name})
+                assert status == (200 if name in own else 403), (name, path)
+                assert name in own or told["error"]["code"] == "host_not_allowed"
 
 
 def test_a_server_with_keys_has_any_name(locked: Live) -> None:

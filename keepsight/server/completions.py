@@ -105,8 +105,8 @@ def routes(service: Service) -> APIRouter:
             )
         else:
             messages, template, tenant = await service.rendering(body, visit)
-            order = Order(service.vlm.runtime, messages, Call(tenant, template, {}))
-            found = await service.threads.wait(lambda: order.rendered().prompt.ids.tolist())
+            given = (service.vlm.runtime, messages, Call(tenant, template, {}))
+            found = await service.threads.wait(lambda: Order(*given).rendered().prompt.ids.tolist())
         names = service.model.tokenizer.convert_ids_to_tokens
         strings = (
             await service.threads.run(lambda: names(found)) if body.return_token_strs else None
