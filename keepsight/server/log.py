@@ -1,4 +1,4 @@
-"""The log of requests: JSON lines for programs, or short lines on a terminal."""
+"""The log of requests: JSON lines for programs, short ones on a terminal; never any content."""
 
 from __future__ import annotations
 
