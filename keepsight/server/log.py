@@ -1,4 +1,7 @@
-"""The log of requests: JSON lines for programs, short ones on a terminal; never any content."""
+"""The log of requests: JSON lines for programs, short lines on a terminal.
+
+No word or picture of anybody is in it.
+"""
 
 from __future__ import annotations
 
