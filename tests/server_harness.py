@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -32,6 +32,40 @@ from keepsight.server.running import Server, make_server
 from keepsight.server.service import Service
 
 QUESTION = "What is in the picture?"
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}
+{%- elif message.content %}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def until(true: Callable[[], Any]) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def bearer(name: str) -> dict[str, str]:
+    """The header of a key that is called so."""
+    return {"authorization": f"Bearer {name}-key"}
 
 
 def answered(connection: socket.socket) -> tuple[int, Any]:
@@ -80,6 +114,14 @@ class Client:
 
     def raw(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def sending(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """A connection on which a request was sent."""
+        data = json.dumps({"model": "demo", **body}).encode()
+        connection = self.raw()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return connection
 
     def upload(self, data: bytes, who: dict[str, str] | None = None, **fields: str) -> Any:
         """Status, JSON, headers of a file sent."""

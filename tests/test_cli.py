@@ -6,8 +6,6 @@ heavy, and that a store outlives the process that filled it.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 import socket
@@ -28,7 +26,6 @@ import keepsight as ks
 from keepsight.cli import options
 from keepsight.cli.app import app
 from keepsight.cli.model_names import DEMO_NAMES
-from keepsight.cli.serve import some_picture
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
 from keepsight.models import loading
@@ -206,13 +203,6 @@ def test_a_line_moves_while_pytorch_is_imported(
     monkeypatch.setattr(verify, "certify", lambda *arguments: Certificate([], ""))
     run(*words)
     assert shown == ["PyTorch"]
-
-
-def test_the_line_to_try_names_a_picture_that_is_there(folder: Path) -> None:
-    assert PIL.Image.open(io.BytesIO(base64.b64decode(some_picture()))).size == (96, 96)
-    Path("examples").mkdir()
-    Path("a.png").rename("examples/picture.png")
-    assert "$(base64 < examples/picture.png" in some_picture()
 
 
 def test_the_names_of_the_demo_models_are_those_that_load() -> None:

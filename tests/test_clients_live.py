@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, live
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, live
 
 import keepsight as ks
 

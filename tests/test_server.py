@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import time
 from collections.abc import Iterator
@@ -29,10 +28,7 @@ def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
 @pytest.fixture
 def client(server: Live) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="none",
-        max_retries=0,
-        _strict_response_validation=True,
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
     )
 
 
@@ -184,12 +180,13 @@ def test_pictures_by_every_way(client: openai.OpenAI, server: Live) -> None:
         client.files.retrieve(sent.id)
 
 
-def test_files_are_listed_in_either_order(client: openai.OpenAI, server: Live) -> None:
-    made = [client.files.create(file=("a.png", bytes([n])), purpose="vision") for n in (1, 2)]
-    server.service.files._files = {
-        at: dataclasses.replace(f, created_at=f.created_at - (f.id == made[0].id))
-        for at, f in server.service.files._files.items()
-    }
+def test_files_are_listed_in_either_order(
+    client: openai.OpenAI, server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for n, ago in ((1, 10), (2, 0)):
+        monkeypatch.setattr(server.service.files, "_clock", lambda ago=ago: time.time() - ago)
+        made.append(client.files.create(file=("a.png", bytes([n])), purpose="vision"))
     listed = [[f.id for f in client.files.list(order=order)] for order in ("asc", "desc")]
     ids = [file.id for file in made]
     assert [i for i in listed[0] if i in ids] == ids == [i for i in listed[1] if i in ids][::-1]

@@ -30,7 +30,6 @@ from keepsight import Ticket
 from keepsight.cli.app import app
 from keepsight.errors import Closed
 from keepsight.report import Piece
-from keepsight.server import access as intake
 
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -234,41 +233,6 @@ def test_a_closing_server_finishes_what_runs(server: Live) -> None:
         reader.join(30)
         assert events[-1] == "[DONE]" and len(script.tickets) == 1
         assert sum("word" in json.dumps(event) for event in events) == 60
-
-
-def test_a_second_signal_ends_streams_with_an_event(
-    server: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What runs is broken off at once, and each client is told; a traceback is for nobody, also
-    where the rest of a refused body is waited for."""
-    monkeypatch.setattr(intake, "_QUIET", 3600.0)
-    script = Scripted(*["word "] * 10_000, wait=0.01)
-    with live(server.service.vlm, script) as closing:
-        body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
-        ends: list[Any] = []
-
-        def read(path: str, asked: dict[str, Any]) -> None:
-            ends.append(closing.events(path, asked)[-1])
-
-        said = {"model": "demo", "input": "x", "stream": True}
-        both = (("/v1/chat/completions", body), ("/v1/responses", said))
-        readers = [threading.Thread(target=read, args=one) for one in both]
-        for reader in readers:
-            reader.start()
-        deadline = time.monotonic() + 30
-        while len(script.tickets) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        closing.server.handle_exit(signal.SIGTERM, None)
-        with closing.raw() as half:
-            half.sendall(b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            assert answered(half)[0] == 503
-            closing.server.handle_exit(signal.SIGTERM, None)
-            assert half.recv(10) == b""
-        for reader in readers:
-            reader.join(30)
-    assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 2
-    assert not [record for record in caplog.records if record.exc_info]
 
 
 # -- whatever the schema allows, and what it does not ------------------------------------------

@@ -149,51 +149,23 @@ def test_four_hundred_questions(server: Live) -> None:
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no questions": ("/v1/systemone", {"questions": {}}, "questions"),
-    "too many": (
-        "/v1/systemone",
-        {"questions": {str(i): {"type": "noul"} for i in range(401)}},
-        "questions",
-    ),
+    "too many": ("/v1/systemone", {"questions": {str(i): {"type": "noul"} for i in range(401)}},
+        "questions"),
     "an unknown type": ("/v1/systemone", {"questions": {"q": {"type": "essay"}}}, "questions"),
-    "an asset unseen": (
-        "/v1/systemone",
-        {"state": "none", "questions": {"q": {"type": "noul"}}},
-        "assets['<a>']",
-    ),
-    "no image": (
-        "/v1/systemone",
-        {"assets": {"<a>": {"type": "image", "data_base64": "aGVsbG8="}}},
-        "assets['<a>'].data_base64",
-    ),
-    "no base64": (
-        "/v1/systemone",
-        {"assets": {"<a>": {"data_base64": "\u00e4"}}},
-        "assets['<a>'].data_base64",
-    ),
+    "an asset unseen": ("/v1/systemone", {"state": "none", "questions": {"q": {"type": "noul"}}},
+        "assets['<a>']"),
+    "no image": ("/v1/systemone", {"assets": {"<a>": {"type": "image", "data_base64": "aGVsbG8="}}},
+        "assets['<a>'].data_base64"),
+    "no base64": ("/v1/systemone", {"assets": {"<a>": {"data_base64": "\u00e4"}}},
+        "assets['<a>'].data_base64"),
     "another model": ("/v1/systemone", {"model": "other"}, "model"),
     "a state of a number": ("/v1/systemone", {"state": 3}, "state"),
     "an unknown question": ("/v1/decisions", {"questions": [{"type": "box"}]}, "questions[0]"),
-    "a choice twice": (
-        "/v1/decisions",
-        {
-            "questions": [
-                {
-                    "type": "choice",
-                    "instructions": "x",
-                    "choices": [{"value": "a"}, {"value": "a"}],
-                }
-            ]
-        },
-        "questions[0].choices[1].value",
-    ),
-    "a file id": (
-        "/v1/decisions",
-        {
-            "input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
-            "questions": [{"type": "predicate", "instructions": "x"}],
-        },
-        "input[0].content[0].image_url",
-    ),
+    "a choice twice": ("/v1/decisions", {"questions": [{"type": "choice", "instructions": "x",
+        "choices": [{"value": "a"}, {"value": "a"}]}]}, "questions[0].choices[1].value"),
+    "a file id": ("/v1/decisions", {"input": [{"role": "user", "content": [{"type": "input_image",
+        "file_id": "f"}]}], "questions": [{"type": "predicate", "instructions": "x"}]},
+        "input[0].content[0].image_url"),
     "one side": ("/v1/score", {"text_1": "a"}, "text_2"),
     "uneven sides": ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
     "no documents": ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
@@ -206,7 +178,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 99}, "logprobs"),
     "nothing to tokenize": ("/tokenize", {}, "prompt"),
     "an unknown token": ("/detokenize", {"tokens": [1, 99999]}, "tokens[1]"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, live, scene, uri
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, live, scene, uri
 
 import keepsight as ks
 from keepsight.server.schema import ChatRequest, ResponsesRequest
@@ -43,13 +42,9 @@ USER = {"role": "user", "content": [IMAGE, TEXT]}
 LOOK = {
     "name": "look",
     "description": "Look closer.",
-    "parameters": {
-        "type": "object",
-        "properties": {"where": {"type": "string"}},
-        "required": ["where"],
-        "additionalProperties": False,
-    },
-}
+    "parameters": {"type": "object", "properties": {"where": {"type": "string"}},
+        "required": ["where"], "additionalProperties": False},
+}  # fmt: skip
 TOOL = {"type": "function", "function": LOOK}
 STRICT = {"type": "function", "function": {**LOOK, "strict": True}}
 FLAT = {"type": "function", **LOOK, "strict": True}
@@ -108,379 +103,135 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     # OpenAI's own, chat
     "openai: a follow-up": (answer(refusal=None, annotations=[], reasoning_content="hm"), ""),
     "openai: parsed": (answer(parsed=None, tool_calls=None, function_call=None, audio=None), ""),
-    "openai: neutral": (
-        chat(
-            n=1,
-            seed=1,
-            user="ann",
-            logprobs=False,
-            frequency_penalty=0,
-            presence_penalty=0,
-            top_p=1,
-            logit_bias={},
-            service_tier="auto",
-            response_format={"type": "text"},
-            modalities=["text"],
-            parallel_tool_calls=True,
-            tool_choice="auto",
-            tools=[],
-            functions=[],
-            store=False,
-            stop=None,
-        ),
-        "",
-    ),
-    "openai: stored": (
-        chat(store=True, metadata={"run": "1"}, verbosity="low", service_tier="flex"),
-        "store, metadata, verbosity, service_tier",
-    ),
+    "openai: neutral": (chat(n=1, seed=1, user="ann", logprobs=False, frequency_penalty=0,
+        presence_penalty=0, top_p=1, logit_bias={}, service_tier="auto",
+        response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True,
+        tool_choice="auto", tools=[], functions=[], store=False, stop=None), ""),
+    "openai: stored": (chat(store=True, metadata={"run": "1"}, verbosity="low",
+        service_tier="flex"), "store, metadata, verbosity, service_tier"),
     "openai: effort": (chat(reasoning_effort="low"), "reasoning_effort"),
     "openai: strict tool": (chat(tools=[STRICT], tool_choice="auto"), ""),
-    "openai: parsed arguments": (
-        chat(
-            USER,
-            {
-                **CALLED,
-                "parsed": None,
-                "tool_calls": [{**CALL, "function": {**CALL["function"], "parsed_arguments": {}}}],
-            },
-            TOLD,
-            tools=[STRICT],
-        ),
-        "",
-    ),
+    "openai: parsed arguments": (chat(USER, {**CALLED, "parsed": None, "tool_calls": [{**CALL,
+        "function": {**CALL["function"], "parsed_arguments": {}}}]}, TOLD, tools=[STRICT]), ""),
     # OpenAI's own, responses
     "openai: response": (responses(metadata={"run": "1"}, store=True), ""),
-    "openai: encrypted": (
-        responses(include=["reasoning.encrypted_content"], store=False, truncation="disabled"),
-        "include[0]",
-    ),
-    "openai: reasoning": (
-        responses(reasoning={"effort": "none", "summary": "auto", "generate_summary": None}),
-        "reasoning.summary",
-    ),
+    "openai: encrypted": (responses(include=["reasoning.encrypted_content"], store=False,
+        truncation="disabled"), "include[0]"),
+    "openai: reasoning": (responses(reasoning={"effort": "none", "summary": "auto",
+        "generate_summary": None}), "reasoning.summary"),
     "openai: items": (responses(SHOWN, THOUGHT, ITEM, NEXT, text={"format": {"type": "text"}}), ""),
     # LangChain
-    "langchain": (
-        {
-            "stream": False,
-            **chat(
-                {"content": "Answer.", "role": "system"},
-                USER,
-                {"content": "A ring.", "role": "assistant"},
-                NEXT,
-            ),
-            "seed": 1,
-            "temperature": 0.0,
-        },
-        "",
-    ),
+    "langchain": ({"stream": False, **chat({"content": "Answer.", "role": "system"}, USER,
+        {"content": "A ring.", "role": "assistant"}, NEXT), "seed": 1, "temperature": 0.0}, ""),
     "langchain: tools": (chat(USER, CALLED, TOLD, tools=[STRICT], seed=1), ""),
-    "langchain: responses": (
-        responses(
-            {"content": "Answer.", "role": "system", "type": "message"},
-            {**SHOWN, "type": "message"},
-            THOUGHT,
-            {k: v for k, v in ITEM.items() if k != "status"},
-            {**NEXT, "type": "message"},
-        ),
-        "",
-    ),
+    "langchain: responses": (responses({"content": "Answer.", "role": "system", "type": "message"},
+        {**SHOWN, "type": "message"}, THOUGHT, {k: v for k, v in ITEM.items() if k != "status"},
+        {**NEXT, "type": "message"}), ""),
     # LiteLLM
-    "litellm: a follow-up": (
-        answer(
-            reasoning_content="hm",
-            provider_specific_fields={"refusal": None},
-            thinking_blocks=[{"type": "thinking", "thinking": "hm"}],
-            images=[],
-            annotations=[],
-        ),
-        "",
-    ),
-    "litellm: cache_control": (
-        chat({"role": "user", "content": [{**TEXT, "cache_control": {"type": "ephemeral"}}]}),
-        "",
-    ),
-    "litellm: tools": (
-        chat(
-            USER,
-            {**CALLED, "provider_specific_fields": {"a": 1}, "function_call": None},
-            {**TOLD, "name": "look"},
-            tools=[TOOL],
-        ),
-        "",
-    ),
+    "litellm: a follow-up": (answer(reasoning_content="hm",
+        provider_specific_fields={"refusal": None}, thinking_blocks=[{"type": "thinking",
+        "thinking": "hm"}], images=[], annotations=[]), ""),
+    "litellm: cache_control": (chat({"role": "user", "content": [{**TEXT,
+        "cache_control": {"type": "ephemeral"}}]}), ""),
+    "litellm: tools": (chat(USER, {**CALLED, "provider_specific_fields": {"a": 1},
+        "function_call": None}, {**TOLD, "name": "look"}, tools=[TOOL]), ""),
     "litellm: thinking": (chat(thinking={"type": "enabled", "budget_tokens": 9}), ""),
     # pydantic-ai
-    "pydantic-ai": (
-        chat(
-            {"role": "system", "content": "Answer."},
-            USER,
-            {"role": "assistant", "reasoning_content": "hm", **CALLED},
-            TOLD,
-            tools=[STRICT],
-            tool_choice="auto",
-            parallel_tool_calls=True,
-            **STREAMED,
-        ),
-        "",
-    ),
-    "pydantic-ai: responses": (
-        responses(
-            SHOWN,
-            {k: v for k, v in THOUGHT.items() if k != "status"},
-            {k: v for k, v in MADE.items() if k != "id"},
-            GIVEN,
-            {"role": "assistant", "content": "A ring."},
-            NEXT,
-            instructions="Answer.",
-            tools=[FLAT],
-            tool_choice="auto",
-        ),
-        "",
-    ),
+    "pydantic-ai": (chat({"role": "system", "content": "Answer."}, USER, {"role": "assistant",
+        "reasoning_content": "hm", **CALLED}, TOLD, tools=[STRICT], tool_choice="auto",
+        parallel_tool_calls=True, **STREAMED), ""),
+    "pydantic-ai: responses": (responses(SHOWN, {k: v for k, v in THOUGHT.items() if k != "status"},
+        {k: v for k, v in MADE.items() if k != "id"}, GIVEN, {"role": "assistant",
+        "content": "A ring."}, NEXT, instructions="Answer.", tools=[FLAT], tool_choice="auto"), ""),
     # openai-agents
-    "openai-agents": (
-        chat({"content": "Answer.", "role": "system"}, USER, CALLED, TOLD, tools=[STRICT]),
-        "",
-    ),
-    "openai-agents: responses": (
-        responses(
-            SHOWN,
-            THOUGHT,
-            MADE,
-            GIVEN,
-            include=[],
-            instructions="Answer.",
-            metadata={"run": "1"},
-            reasoning={"effort": "low"},
-            store=True,
-            tools=[FLAT],
-        ),
-        "reasoning.effort",
-    ),
+    "openai-agents": (chat({"content": "Answer.", "role": "system"}, USER, CALLED, TOLD,
+        tools=[STRICT]), ""),
+    "openai-agents: responses": (responses(SHOWN, THOUGHT, MADE, GIVEN, include=[],
+        instructions="Answer.", metadata={"run": "1"}, reasoning={"effort": "low"}, store=True,
+        tools=[FLAT]), "reasoning.effort"),
     # smolagents, Hugging Face
-    "smolagents": (
-        chat(
-            {"role": "system", "content": [{"type": "text", "text": "You are an expert."}]},
-            USER,
-            {"role": "assistant", "content": [{"type": "text", "text": "A ring.</code>"}]},
-            USER,
-            stop=["Observation:", "Calling tools:", "</code>"],
-        ),
-        "",
-    ),
-    "hugging face: image": (
-        chat({"role": "user", "content": [{"type": "image", "image": PICTURE}, TEXT]}),
-        "",
-    ),
-    "hugging face: url": (
-        chat({"role": "user", "content": [{"type": "image", "url": PICTURE}, TEXT]}),
-        "",
-    ),
-    "hugging face: base64": (
-        chat(
-            {
-                "role": "user",
-                "content": [{"type": "image", "base64": PICTURE.partition(",")[2]}, TEXT],
-            }
-        ),
-        "",
-    ),
-    "hugging face: a call": (
-        chat(
-            USER,
-            {
-                "role": "assistant",
-                "tool_calls": [
-                    {"type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
-                ],
-            },
-            TOLD,
-            tools=[TOOL],
-        ),
-        "",
-    ),
+    "smolagents": (chat({"role": "system", "content": [{"type": "text",
+        "text": "You are an expert."}]}, USER, {"role": "assistant", "content": [{"type": "text",
+        "text": "A ring.</code>"}]}, USER, stop=["Observation:", "Calling tools:", "</code>"]), ""),
+    "hugging face: image": (chat({"role": "user", "content": [{"type": "image", "image": PICTURE},
+        TEXT]}), ""),
+    "hugging face: url": (chat({"role": "user", "content": [{"type": "image", "url": PICTURE},
+        TEXT]}), ""),
+    "hugging face: base64": (chat({"role": "user", "content": [{"type": "image",
+        "base64": PICTURE.partition(",")[2]}, TEXT]}), ""),
+    "hugging face: a call": (chat(USER, {"role": "assistant", "tool_calls": [{"type": "function",
+        "function": {"name": "look", "arguments": {"a": 1}}}]}, TOLD, tools=[TOOL]), ""),
     # Vercel's AI SDK
     "vercel": (answer(reasoning_content="hm"), ""),
-    "vercel: tools": (
-        chat(USER, {**CALLED, "content": ""}, TOLD, tools=[TOOL], tool_choice="auto", **STREAMED),
-        "",
-    ),
+    "vercel: tools": (chat(USER, {**CALLED, "content": ""}, TOLD, tools=[TOOL], tool_choice="auto",
+        **STREAMED), ""),
     # LlamaIndex
     "llama-index": (chat(USER, temperature=0.1, stream=False), ""),
-    "llama-index: tools": (
-        chat(
-            tools=[{**STRICT, "function": {**LOOK, "strict": False}}],
-            tool_choice="auto",
-            parallel_tool_calls=False,
-            temperature=0.1,
-        ),
-        "",
-    ),
-    "llama-index: responses": (
-        responses(
-            include=None,
-            instructions=None,
-            metadata=None,
-            previous_response_id=None,
-            store=False,
-            temperature=0.1,
-            tools=[],
-            top_p=1.0,
-            truncation="disabled",
-            user=None,
-        ),
-        "",
-    ),
+    "llama-index: tools": (chat(tools=[{**STRICT, "function": {**LOOK, "strict": False}}],
+        tool_choice="auto", parallel_tool_calls=False, temperature=0.1), ""),
+    "llama-index: responses": (responses(include=None, instructions=None, metadata=None,
+        previous_response_id=None, store=False, temperature=0.1, tools=[], top_p=1.0,
+        truncation="disabled", user=None), ""),
     # guidellm, aiperf, vLLM
-    "guidellm": (
-        chat(
-            {"role": "user", "content": [TEXT]},
-            stream=True,
-            stream_options={"include_usage": True, "continuous_usage_stats": True},
-            ignore_eos=True,
-        ),
-        "",
-    ),
-    "aiperf": (chat(**STREAMED, ignore_eos=True, min_tokens=4), ""),
-    "vllm: sampling": (
-        chat(
-            top_k=-1,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            stop_token_ids=[5],
-            min_tokens=0,
-            skip_special_tokens=True,
-            spaces_between_special_tokens=True,
-            include_stop_str_in_output=False,
-            length_penalty=1.0,
-            use_beam_search=False,
-            best_of=1,
-            truncate_prompt_tokens=None,
-            prompt_logprobs=None,
-            guided_json=None,
-            structured_outputs=None,
-            echo=False,
-            add_special_tokens=False,
-            priority=0,
-            return_token_ids=True,
-        ),
-        "spaces_between_special_tokens, length_penalty, priority",
-    ),
-    "vllm: uuid": (part(uuid="picture-1"), ""),
-    "vllm: processor": (chat(mm_processor_kwargs={"max_pixels": 12000, "fps": 1}),
+    "guidellm": (chat({"role": "user", "content": [TEXT]}, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True}, ignore_eos=True),
         ""),
+    "aiperf": (chat(**STREAMED, ignore_eos=True, min_tokens=4), ""),
+    "vllm: sampling": (chat(top_k=-1, min_p=0.0, repetition_penalty=1.0, stop_token_ids=[5],
+        min_tokens=0, skip_special_tokens=True, spaces_between_special_tokens=True,
+        include_stop_str_in_output=False, length_penalty=1.0, use_beam_search=False, best_of=1,
+        truncate_prompt_tokens=None, prompt_logprobs=None, guided_json=None,
+        structured_outputs=None, echo=False, add_special_tokens=False, priority=0,
+        return_token_ids=True), "spaces_between_special_tokens, length_penalty, priority"),
+    "vllm: uuid": (part(uuid="picture-1"), ""),
+    "vllm: processor": (chat(mm_processor_kwargs={"max_pixels": 12000, "fps": 1}), ""),
     "vllm: bare": (part(image_url=PICTURE), ""),
     "vllm: thinking off": (chat(chat_template_kwargs={"enable_thinking": False}), ""),
-    "vllm: another template": (
-        chat(chat_template_kwargs={"xyz": True}),
-        "chat_template_kwargs.xyz",
-    ),
+    "vllm: another template": (chat(chat_template_kwargs={"xyz": True}),
+        "chat_template_kwargs.xyz"),
     "vllm: reasoning": (answer(reasoning="hm"), ""),
     # llama.cpp
-    "llama.cpp": (
-        chat(
-            cache_prompt=True,
-            id_slot=-1,
-            n_predict=-1,
-            max_tokens=8,
-            timings_per_token=False,
-            samplers=[],
-            mirostat=0,
-            dry_multiplier=0.5,
-            reasoning_format="auto",
-        ),
-        "id_slot, n_predict, mirostat, dry_multiplier, reasoning_format",
-    ),
+    "llama.cpp": (chat(cache_prompt=True, id_slot=-1, n_predict=-1, max_tokens=8,
+        timings_per_token=False, samplers=[], mirostat=0, dry_multiplier=0.5,
+        reasoning_format="auto"), "id_slot, n_predict, mirostat, dry_multiplier, reasoning_format"),
     "llama.cpp: no end": (chat(NEXT, max_tokens=-1, stop=["."]), ""),
     # Ollama, LM Studio
     "ollama": (chat(options={"num_ctx": 4096}, keep_alive="5m"), "options, keep_alive"),
-    "ollama: images": (
-        chat({"role": "user", "content": ASKED, "images": [PICTURE.partition(",")[2]]}),
-        "",
-    ),
+    "ollama: images": (chat({"role": "user", "content": ASKED,
+        "images": [PICTURE.partition(",")[2]]}), ""),
     "ollama: think": (chat(think=False), ""),
     "lm studio": (chat(max_tokens=-1, stop=["."], ttl=300, draft_model=""), "ttl"),
     # Qwen
     "qwen: pixels": (part(min_pixels=9216, max_pixels=12288), ""),
     "qwen: thinking": (chat(enable_thinking=False, top_k=20), ""),
     # browser-use
-    "browser-use": (
-        chat(
-            {"role": "system", "content": "a"},
-            {"role": "user", "content": [TEXT, {**IMAGE, "image_url": {"url": PICTURE,
-                                                                       "detail": "auto"}}]},
-            frequency_penalty=0.3,
-            temperature=0.2,
-        ),
-        "",
-    ),
+    "browser-use": (chat({"role": "system", "content": "a"}, {"role": "user", "content": [TEXT,
+        {**IMAGE, "image_url": {"url": PICTURE, "detail": "auto"}}]}, frequency_penalty=0.3,
+        temperature=0.2), ""),
     # Anthropic's parts, OpenRouter's fields
-    "anthropic: source": (
-        chat(
-            {
-                "role": "user",
-                "content": [
-                    {
-                        "type": "image",
-                        "source": {
-                            "type": "base64",
-                            "media_type": "image/png",
-                            "data": PICTURE.partition(",")[2],
-                        },
-                        "cache_control": {"type": "ephemeral"},
-                    },
-                    TEXT,
-                ],
-            }
-        ),
-        "",
-    ),
-    "anthropic: a thought": (
-        answer(content=[{"type": "thinking", "thinking": "hm", "signature": "s"}, TEXT]),
-        "",
-    ),
-    "openrouter": (
-        chat(reasoning={"enabled": True, "exclude": True}, provider={"order": ["a"]}),
-        "provider",
-    ),
+    "anthropic: source": (chat({"role": "user", "content": [{"type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]},
+        "cache_control": {"type": "ephemeral"}}, TEXT]}), ""),
+    "anthropic: a thought": (answer(content=[{"type": "thinking", "thinking": "hm",
+        "signature": "s"}, TEXT]), ""),
+    "openrouter": (chat(reasoning={"enabled": True, "exclude": True}, provider={"order": ["a"]}),
+        "provider"),
     "two lengths": (chat(max_tokens=50, max_completion_tokens=4), "max_tokens"),
     "two equal lengths": (chat(max_tokens=4, max_completion_tokens=4), ""),
     "many stops": (chat(stop=[f"<stop {n}>" for n in range(128)]), ""),
-    "nested options of a template": (
-        chat(chat_template_kwargs={"enable_thinking": {"a": [1]}, "xyz": {"a": [True, None]}}),
-        "chat_template_kwargs.xyz",
-    ),
+    "nested options of a template": (chat(chat_template_kwargs={"enable_thinking": {"a": [1]},
+        "xyz": {"a": [True, None]}}), "chat_template_kwargs.xyz"),
     "bare base64": (part(image_url={"url": BARE}), ""),
     "bare base64 of a photo": (part(image_url=JPEG), ""),
-    "openai: a tool of its own kind": (
-        chat(tools=[TOOL, {"type": "custom", "custom": {"name": "a"}}]),
-        "tools[1]",
-    ),
-    "openai: hosted tools": (
-        responses(
-            tools=[
-                {"type": "web_search"},
-                FLAT,
-                {"type": "file_search", "vector_store_ids": ["vs_1"]},
-                {"type": "mcp", "server_label": "a", "server_url": "https://a.example"},
-                {"type": "custom", "name": "a"},
-            ]
-        ),
-        "tools[0], tools[2], tools[3], tools[4]",
-    ),
-    "openai: what hosted tools did": (
-        responses(
-            SHOWN,
-            THOUGHT,
-            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"a": 1}},
-            {"type": "mcp_list_tools", "id": "m_1", "server_label": "a", "tools": []},
-            ITEM,
-            NEXT,
-        ),
-        "input[2], input[3]",
-    ),
+    "openai: a tool of its own kind": (chat(tools=[TOOL, {"type": "custom",
+        "custom": {"name": "a"}}]), "tools[1]"),
+    "openai: hosted tools": (responses(tools=[{"type": "web_search"}, FLAT, {"type": "file_search",
+        "vector_store_ids": ["vs_1"]}, {"type": "mcp", "server_label": "a",
+        "server_url": "https://a.example"}, {"type": "custom", "name": "a"}]),
+        "tools[0], tools[2], tools[3], tools[4]"),
+    "openai: what hosted tools did": (responses(SHOWN, THOUGHT, {"type": "web_search_call",
+        "id": "ws_1", "status": "completed", "action": {"a": 1}}, {"type": "mcp_list_tools",
+        "id": "m_1", "server_label": "a", "tools": []}, ITEM, NEXT), "input[2], input[3]"),
     "a speaker": (chat({**USER, "name": "ann"}), "messages[0].name"),
     "a typo": (chat(tempature=1), "tempature"),
 }  # fmt: skip
@@ -528,22 +279,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "openai: a conversation": (responses(conversation="conv_1"), "conversation"),
     "openai: a call that was": (answer(function_call={"name": "a", "arguments": "{}"}),
         "messages[1].function_call"),
-    "openai: a forced search": (
-        responses(tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}),
-        "tool_choice",
-    ),
+    "openai: a forced search": (responses(tools=[{"type": "web_search"}],
+        tool_choice={"type": "web_search"}), "tool_choice"),
     "an item of a type misspelt": (responses({**SHOWN, "type": "mesage"}), "input[0]"),
     "129 stops": (chat(stop=["a"] * 129), "stop"),
     "base64 of no picture": (part(image_url="aGVsbG8h"), "messages[0].content[0].image_url"),
     "a wrong type": (chat(temperature="hot"), "temperature"),
-    "a part that is none": (
-        chat({"role": "user", "content": [{"type": "pictur", "pictur": "x"}]}),
-        "messages[0].content[0]",
-    ),
-    "ollama: no picture": (
-        chat({"role": "user", "content": ASKED, "images": [5]}),
-        "messages[0].images[0]",
-    ),
+    "a part that is none": (chat({"role": "user", "content": [{"type": "pictur", "pictur": "x"}]}),
+        "messages[0].content[0]"),
+    "ollama: no picture": (chat({"role": "user", "content": ASKED, "images": [5]}),
+        "messages[0].images[0]"),
     "qwen: too large": (part(min_pixels=1_000_000), "messages[0].content[0].min_pixels"),
 }  # fmt: skip
 

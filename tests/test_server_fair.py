@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextvars
+import asyncio
 import http.client
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, answered, asked, live, uri
+from server_harness import HELLO, Live, Scripted, answered, asked, live, until, uri
 
 import keepsight as ks
 from bench.hostile import flat_png, pdf
@@ -22,8 +21,6 @@ from keepsight.server.access import network_of
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
 from keepsight.server.turns import Threads, account
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +59,6 @@ def begun(server: Live, path: str, body: dict[str, Any], count: int) -> list[Any
     return answers
 
 
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("path", "more"),
     [("/v1/prepare", {}), ("/v1/cache/pin", {}), ("/v1/cache/pin", {"pinned": False})],
@@ -83,18 +73,6 @@ def test_many_long_preparations_hold_up_nobody(vlm: Any, path: str, more: Any) -
         script.let_go()
         until(lambda: len(answers) == 12)
         assert {answer[0] for answer in answers} == {200}
-
-
-def test_who_hangs_up_while_it_is_prepared_frees_the_place(vlm: Any) -> None:
-    script = Long()
-    with live(vlm, script) as server:
-        body = json.dumps({"model": "demo", "messages": HELLO}).encode()
-        connection = server.raw()
-        head = "POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: script.prepared)
-        connection.close()
-        until(lambda: script.prepared[0].cancelled)
 
 
 def test_a_preparation_has_the_time_of_an_answer_and_its_errors(vlm: Any) -> None:
@@ -193,14 +171,14 @@ def test_large_pictures_are_prepared_in_few_threads(vlm: Any, data: bytes) -> No
             inside.release()
             over.wait(60)
 
+        large = server.service.threads.large.pool
         for _ in range(8):
-            server.service.threads.submit(long, large=True)
+            large.submit(long)
         assert inside.acquire(timeout=20)
-        large = server.service.threads.large
-        before = large.waiting
+        before = large._work_queue.qsize()
         path = "/v1/chat/completions"
         answers = begun(server, path, {"messages": asked(uri(data))}, 1)
-        until(lambda: answers or large.waiting > before)
+        until(lambda: answers or large._work_queue.qsize() > before)
         assert server.chat({"messages": HELLO})[0] == 200 and not answers
         over.set()
         until(lambda: answers)
@@ -216,16 +194,18 @@ def test_few_large_pictures_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPa
         inside.release()
         over.wait(30)
 
-    context = contextvars.copy_context()
-    context.run(account.set, "another")
-    done = [threads.submit(large, large=True) for _ in range(6)]
-    done += [context.run(threads.submit, large, large=True) for _ in range(6)]
-    for _ in range(4):
-        assert inside.acquire(timeout=20)
-    assert not inside.acquire(timeout=0.2)
-    over.set()
-    for one in done:
-        one.result(20)
+    async def main() -> None:
+        tasks = []
+        for whose in ("one", "another"):
+            account.set(whose)
+            tasks += [asyncio.ensure_future(threads.run(large, large=True)) for _ in range(6)]
+        for _ in range(4):
+            assert await asyncio.to_thread(inside.acquire, timeout=20)
+        assert threads.large.pool._work_queue.qsize() == 2, "three of each are let in"
+        over.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
     threads.close()
 
 

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, uri
-from test_server_scheduler_client import until
+from server_harness import QUESTION, TEMPLATE, Live, Scripted, asked, live, png, scene, until, uri
 
 import keepsight as ks
-from keepsight.server.errors import ApiError
 from keepsight.server.media import ImageSizes, MessageReader
 from keepsight.server.schema import ChatRequest, Unused
 from keepsight.server.served_model import _wishes
@@ -211,22 +209,6 @@ def test_limits_that_a_processor_does_not_know_are_named() -> None:
     assert unused.names() == ["x.min_pixels"]
 
 
-def test_a_name_means_one_picture(server: Live) -> None:
-    def named(seed: int, salt: str | None = None) -> tuple[int, Any]:
-        part = asked(scene(seed))
-        part[0]["content"][0]["uuid"] = "mine"
-        salted = {} if salt is None else {"cache_salt": salt}
-        return server.chat({"messages": part, "max_tokens": 1, **salted})[:2]
-
-    assert [named(31)[0], named(31)[0]] == [200, 200]
-    status, reply = named(32)
-    assert status == 409 and reply["error"]["param"] == "messages[0].content[0].uuid"
-    assert named(32, "another")[0] == 200 and named(31, "another")[0] == 409
-    assert named(31)[0] == 200
-    server.call("/v1/cache/reset", {})
-    assert named(32)[0] == 200
-
-
 # -- thoughts ----------------------------------------------------------------------------------
 
 
@@ -264,8 +246,6 @@ def test_wishes_about_thoughts(
 def test_thoughts_are_opened_as_the_template_does(
     demo_parts: Any, body: dict[str, Any], opened: bool, unused: str
 ) -> None:
-    from test_server_middleware import TEMPLATE
-
     model, processor = demo_parts["demo"]
     with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm:
         with live(vlm, Scripted("hm</think>Yes.")) as server:
@@ -312,11 +292,12 @@ def test_hostile_names_stay_short_and_plain(server: Live) -> None:
 
 
 def test_empty_values_say_nothing() -> None:
-    unused = Unused(refuse=True)
+    unused = Unused()
     body = {"model": "demo", "messages": [{"role": "user", "content": "x", "a": None, "b": {}}]}
     unused.sift(ChatRequest.model_validate({**body, "c": False, "d": "", "e": []}))
-    with pytest.raises(ApiError, match="unknown parameter: 'f'"):
-        unused.sift(ChatRequest.model_validate({**body, "f": 0}))
+    assert unused.names() == []
+    unused.sift(ChatRequest.model_validate({**body, "f": 0}))
+    assert unused.names() == ["f"]
 
 
 def test_what_is_unknown_never_reaches_the_template(server: Live) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, asked, live, opening, scene
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, asked, bearer, live, opening, scene
 
 import keepsight as ks
 from keepsight.media.naming import Namer
@@ -19,10 +18,6 @@ from keepsight.store import layout
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
 UNKNOWN = "0" * 64
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}-key"}
 
 
 @pytest.fixture
@@ -213,10 +208,7 @@ def test_flushing_is_an_administrators(locked: Live) -> None:
 
 def test_explaining_moves_and_remembers_nothing(demo: Any, tmp_path: Path) -> None:
     """Not what is on the disk, not what is least useful in memory, not the picture itself."""
-    with (
-        ks.wrap(demo.model, demo.processor, store=tmp_path) as vlm,
-        live(vlm) as server,
-    ):
+    with ks.wrap(demo.model, demo.processor, store=tmp_path) as vlm, live(vlm) as server:
         for seed in (74, 75):
             server.call("/v1/prepare", about(seed))
         vlm.flush()

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import http.client
 import json
-import resource
 import socket
 import threading
-import time
+import urllib.request
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, answered, asked, live, png, scene, uri
-from uvicorn.server import ServerState
+from server_harness import (
+    TEMPLATE,
+    Live,
+    Scripted,
+    answered,
+    asked,
+    bearer,
+    live,
+    png,
+    scene,
+    until,
+    uri,
+)
 
 import keepsight as ks
 from keepsight.report import Piece
 from keepsight.server import access as intake
-from keepsight.server import running
-from keepsight.server.config import ApiKey, ServerConfig
+from keepsight.server import streaming
+from keepsight.server.config import ApiKey
 
 KEYS = (
     ApiKey("ann", "ann-key"),
@@ -30,10 +39,6 @@ KEYS = (
     ApiKey("slow", "slow-key", requests_per_minute=2),
     ApiKey("small", "small-key", files_bytes=600),
 )
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}-key"}
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +118,6 @@ def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) 
     assert refusal(server.chat(body))["param"] == param
 
 
-@pytest.fixture(scope="module")
-def strict(vlm: Any) -> Iterator[Live]:
-    with live(vlm, Scripted("hi"), unknown_fields="refuse") as it:
-        yield it
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -127,24 +126,16 @@ def strict(vlm: Any) -> Iterator[Live]:
         ({**user("x"), "metadata": {"a": "b"}}, "metadata"),
         ({**user("x"), "reasoning_effort": "low"}, "reasoning_effort"),
         ({**user("x"), "service_tier": "flex"}, "service_tier"),
-        (
-            {**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-        ),
-        (
-            {**user("x"), "chat_template_kwargs": {"enable_x": True}},
-            "chat_template_kwargs.enable_x",
-        ),
+        ({**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation"),
+        ({**user("x"), "chat_template_kwargs": {"enable_x": True}},
+            "chat_template_kwargs.enable_x"),
         ({"messages": [{"role": "user", "name": "ann", "content": "x"}]}, "messages[0].name"),
     ],
-)
-def test_what_is_not_used_is_named_or_refused(
-    server: Live, strict: Live, body: dict[str, Any], param: str
-) -> None:
-    assert refusal(strict.chat(body))["param"] == param
-    if not body.get("stream"):
-        status, _, headers = server.chat({**body, "max_tokens": 1})
-        assert status == 200 and headers["x-keepsight-unused"] == param
+)  # fmt: skip
+def test_what_is_not_used_is_named(server: Live, body: dict[str, Any], param: str) -> None:
+    status, _, headers = server.chat({**body, "max_tokens": 1})
+    assert status == 200 and headers["x-keepsight-unused"] == param
 
 
 def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -166,20 +157,13 @@ def pictured(**fields: str) -> list[dict[str, Any]]:
         ({"input": pictured(image_url=uri(b"GIF89a"))}, "input[0].content[1]"),
         ({"input": pictured(image_url="http://[::1]/")}, "input[0].content[1]"),
         ({"input": pictured(file_id="file-x")}, "input[0].content[1].file_id"),
-        (
-            {"instructions": "x", "input": [*said(), {"role": "user", "content": []}]},
-            "input[1].content",
-        ),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
-            "input[0].output",
-        ),
-        (
-            {"input": "x", "tools": [{"type": "function", "name": "f"}]},
-            "tools",
-        ),
+        ({"instructions": "x", "input": [*said(), {"role": "user", "content": []}]},
+            "input[1].content"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
+            "input[0].output"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
     server: Live, more: dict[str, Any], param: str
 ) -> None:
@@ -193,30 +177,17 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
 @pytest.mark.parametrize(
     ("path", "more", "hint"),
     [
-        ("chat/completions", {"tempature": 1}, "'tempature'; did you mean temperature?"),
         ("chat/completions", {"keepsight": {"reprot": True}}, "'keepsight.reprot'; see /docs"),
-        ("chat/completions", {"max_new_tokens": 5}, "here it is max_tokens"),
-        ("chat/completions", {"zzz": {"a": 1}}, "'zzz'; see /docs"),
-        ("chat/completions", {"functoins": [1]}, "see /docs"),  # functions are refused
-        ("responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
-        ("responses", {"max_new_tokens": 5}, "here it is max_output_tokens"),
-        ("responses", {"system": "x"}, "here it is instructions"),
-        ("chat/completions", {"system": "x"}, "send it as a message of the role system"),
-        ("prepare", {"max_tokens": 5}, "'max_tokens'; see /docs"),
-        ("cache/explain", {"max_new_tokens": 5}, "'max_new_tokens'; see /docs"),
         ("cache/pin", {"num_predict": 5}, "'num_predict'; see /docs"),
-        ("cache/reset", {"system": "x"}, "'system'; see /docs"),
         ("cache/reset", {"everone": True}, "did you mean everyone?"),
-        ("chat/completions?api-version=1", {}, "'api-version'; see /docs"),
+        ("models?api-version=1", None, "'api-version'; see /docs"),
     ],
 )
-def test_what_is_unknown_is_answered_with_what_is_known(
-    strict: Live, path: str, more: dict[str, Any], hint: str
+def test_what_must_not_be_guessed_is_answered_with_what_is_known(
+    server: Live, path: str, more: dict[str, Any], hint: str
 ) -> None:
-    bodies = {"responses": {"input": "x"}}
-    body = {"model": "demo", **bodies.get(path.partition("?")[0], user("x")), **more}
-    body = more if path == "cache/reset" else body
-    error = refusal(strict.call(f"/v1/{path}", body))
+    body = {"model": "demo", **user("x"), **more} if path != "cache/reset" and more else more
+    error = refusal(server.call(f"/v1/{path}", body))
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
 
 
@@ -268,7 +239,7 @@ def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
     item = {"model": "demo", "input": [{"type": "item_referral", "id": "x"}]}
     whys.append(refusal(server.call("/v1/responses", item))["message"])
     assert "its type is 'pictur', expected one of 'text'," in whys[0]
-    assert "it has no type" in whys[1] and "expected an object" in whys[2]
+    assert "it has no type" in whys[1] and "a valid string" in whys[2]
     assert "its type is 'item_referral', expected one of 'message'," in whys[3]
     plain = {"content-type": "text/plain"}
     sent = server.call("/v1/chat/completions", json.dumps(user("x")).encode(), headers=plain)
@@ -331,16 +302,6 @@ def test_a_body_that_says_it_is_too_large_is_not_taken_in(server: Live) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_refused_body_that_never_comes_is_not_waited_for(
-    server: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(server.service.config), "seconds", lambda config, name: 3600.0)
-    with server.raw() as connection:
-        head = b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{"
-        connection.sendall(head)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it may take: the rest is read behind it, and a short one costs no connection."""
     with live(vlm, keys=(ApiKey("ann", "ann-key", requests_per_minute=1),)) as server:
@@ -383,103 +344,6 @@ def test_ten_thousand_pictures_are_counted_before_one_is_read(
     assert error["code"] == "too_many_images" and error["param"] == "messages[0].content[4]"
 
 
-def test_what_is_large_waits_for_what_is_large(vlm: Any) -> None:
-    """Whoever sends large requests holds up their own kind alone."""
-    with live(vlm, Scripted("hi")) as server:
-        over, begun = threading.Event(), threading.Semaphore(0)
-
-        def long() -> None:
-            begun.release()
-            over.wait(60)
-
-        for _ in range(64):
-            server.service.threads.submit(long, large=True)
-        assert begun.acquire(timeout=20)
-        answers: list[int] = []
-        large = threading.Thread(target=lambda: answers.append(server.chat(user("x" * 300_000))[0]))
-        large.start()
-        assert server.chat(user("x"))[0] == 200 and not answers
-        over.set()
-        large.join(60)
-        assert answers == [200]
-
-
-def test_who_only_keeps_connections_keeps_nobody_out(vlm: Any) -> None:
-    with live(vlm, Scripted("hi"), max_connections=4) as server:
-        silent = [server.raw() for _ in range(8)]
-        half = server.raw()
-        half.sendall(b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        try:
-            assert server.chat(user("x"))[0] == 200
-            assert silent[0].recv(10) == b"", "the one that kept silent longest is gone"
-            assert len(server.server.server_state.connections) <= 4
-        finally:
-            for connection in (*silent, half):
-                connection.close()
-
-
-def test_a_crowd_is_not_looked_through_for_each_that_comes(
-    vlm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[Any] = []
-    owes = running.Connection._owes
-    monkeypatch.setattr(running.Connection, "_owes", lambda one: looked.append(one) or owes(one))
-    with live(vlm, Scripted("hi"), max_connections=100) as server:
-        crowd = [server.raw() for _ in range(300)]
-        assert server.chat(user("x"))[0] == 200
-        assert len(server.server.server_state.connections) <= 100 and len(looked) < 300
-        for connection in crowd:
-            connection.close()
-        _until(lambda: len(server.server.config.http_protocol_class.spoke) <= 1)
-
-
-class Transport:
-    """What a connection needs of its transport."""
-
-    closed = False
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_crowd_that_comes_at_once_is_looked_at_once(
-    vlm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All are taken in before the loop hears that any of them was closed: none is looked at twice,
-    no more stay than may, and those who are being answered stay."""
-    looked: list[Any] = []
-    owes = running.Connection._owes
-    monkeypatch.setattr(running.Connection, "_owes", lambda one: looked.append(one) or owes(one))
-    service = SimpleNamespace(config=ServerConfig(max_connections=10))
-    monkeypatch.setattr(running, "build", lambda service: None)
-    config = running.make_server(service).config  # type: ignore[arg-type]
-    config.load()
-
-    async def crowd(count: int, busy: int) -> list[Transport]:
-        sockets, state = [Transport() for _ in range(count)], ServerState()
-        for number, one in enumerate(sockets):
-            connection = config.http_protocol_class(config, state, {})  # type: ignore[operator]
-            connection.connection_made(one)
-            if number < busy:
-                connection.cycle = SimpleNamespace(response_complete=False)
-        config.http_protocol_class.spoke.clear()  # type: ignore[union-attr]
-        return sockets
-
-    sockets = asyncio.run(crowd(1000, busy=4))
-    stay = [number for number, one in enumerate(sockets) if not one.closed]
-    assert stay == [0, 1, 2, 3, *range(994, 1000)]
-    assert len(looked) <= 1000 + 4 * 990  # those who are being answered are looked at each time
-    looked.clear()
-    sockets = asyncio.run(crowd(1000, busy=10))
-    assert [number for number, one in enumerate(sockets) if not one.closed] == [*range(10)]
-
-
 def test_ten_thousand_messages(server: Live) -> None:
     words = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     answer = server.chat({"messages": words * 5000, "max_tokens": 1})
@@ -516,44 +380,6 @@ class Paused(Scripted):
         super()._say(ticket)
 
 
-def _may_open(files: int) -> None:
-    """Raise this process's limit of open files as far as needed; skip where it cannot be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < files:
-        pytest.skip(f"needs {files} open files; the hard limit here is {hard}")
-    if soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-
-
-def test_thousands_of_idle_connections_hold_up_nobody(vlm: Any) -> None:
-    _may_open(2 * 2000 + 500)  # both ends are in this process
-    script = Paused("second ", "third")
-    with live(vlm, script) as server:
-        body = json.dumps({"model": "demo", **user("x"), "stream": True}).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
-        head += b"Content-Type: application/json\r\nContent-Length: "
-        stream, crowd = server.raw(), []
-        stream.sendall(head + str(len(body)).encode() + b"\r\nConnection: close\r\n\r\n" + body)
-        said = b""
-        try:
-            while b"first" not in said:
-                more = stream.recv(4096)
-                assert more, said
-                said += more
-            crowd = [server.raw() for _ in range(2000)]
-            assert server.call("/health")[0] == 200
-            assert len(server.server.server_state.connections) > 2000, "all are in"
-            script.go_on.set()
-            assert server.chat(user("y"))[0] == 200
-            while data := stream.recv(4096):
-                said += data
-        finally:
-            for connection in (stream, *crowd):
-                connection.close()
-    words = [said.index(word) for word in (b"first ", b"second ", b"third", b"[DONE]")]
-    assert words == sorted(words)
-
-
 def test_nonsense_instead_of_http(server: Live) -> None:
     for data in (
         b"\x16\x03\x01" * 100,
@@ -570,14 +396,9 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
     for stream in (True, False):
         script = Scripted(*["word "] * 1000, wait=0.01)
         with live(vlm, script) as server:
-            body = json.dumps({"model": "demo", **user("x"), "stream": stream}).encode()
-            connection = server.raw()
-            head = (
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
-            )
-            length = f"\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            connection.sendall(head + length + body)
-            _until(script.begun.is_set)
+            body = {**user("x"), "stream": stream}
+            connection = server.sending("/v1/chat/completions", body)
+            until(script.begun.is_set)
             if stream:
                 assert b"200" in connection.recv(100)
             connection.close()
@@ -585,24 +406,14 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
 
 
 def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
-    body = json.dumps({"model": "demo", "messages": asked(scene(1)), "stream": True, "n": 4,
-                       "logit_bias": {"2": -100}, "max_tokens": 64}).encode()  # fmt: skip
-    connection = server.raw()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    more = {"stream": True, "n": 4, "logit_bias": {"2": -100}, "max_tokens": 64}
+    body = {"messages": asked(scene(1)), **more}
+    connection = server.sending("/v1/chat/completions", body)
     assert b"200" in connection.recv(100)
     connection.close()
-    _until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
+    until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
     assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
     assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
-
-
-def _until(true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_full_queue_says_when_to_come_again(vlm: Any) -> None:
@@ -647,32 +458,12 @@ def test_keys(locked: Live) -> None:
     refusal(locked.call("/v1/cache/reset", {"everyone": True}, headers=bearer("ann")), 403)
 
 
-def upload(server: Live, who: str, data: bytes) -> tuple[int, Any, Any]:
-    parts = [
-        b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nvision\r\n',
-        b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.png"\r\n\r\n',
-        data,
-        b"\r\n--x--\r\n",
-    ]
-    headers = {"content-type": "multipart/form-data; boundary=x", **bearer(who)}
-    return server.call("/v1/files", b"".join(parts), "POST", headers)
-
-
 def test_tenants_see_nothing_of_each_other(locked: Live) -> None:
     image = scene(21)
-    sent = upload(locked, "ann", png(image))[1]
-    unknown = "file-" + "0" * 64
-    for path, method in (("", "GET"), ("/content", "GET"), ("", "DELETE")):
-        answers = [
-            locked.call(f"/v1/files/{file}{path}", method=method, headers=bearer("bob"))
-            for file in (sent["id"], unknown)
-        ]
-        hidden, absent = (refusal(answer, 404) for answer in answers)
-        assert hidden["message"].replace(sent["id"], unknown) == absent["message"]
+    sent = locked.upload(png(image), bearer("ann"))[1]
     part = {"type": "file", "file": {"file_id": sent["id"]}}
-    assert (
-        refusal(locked.chat(user([part]), headers=bearer("bob")), 404)["code"] == "file_not_found"
-    )
+    hidden = locked.chat(user([part]), headers=bearer("bob"))
+    assert refusal(hidden, 404)["code"] == "file_not_found"
     body = {"messages": asked(image), "max_tokens": 2, "keepsight": {"report": True}}
     for _ in range(2):
         locked.chat(body, headers=bearer("ann"))
@@ -691,8 +482,71 @@ def test_rates_and_quotas(locked: Live) -> None:
     answers = [locked.call("/v1/cache/explain", body, headers=bearer("slow")) for _ in range(3)]
     assert [answer[0] for answer in answers] == [200, 200, 429]
     assert int(answers[2][2]["retry-after"]) >= 1
-    assert upload(locked, "small", b"x" * 500)[0] == 200
-    assert refusal(upload(locked, "small", b"y" * 500), 413)["code"] == "files_quota_exceeded"
+    assert locked.upload(b"x" * 500, bearer("small"))[0] == 200
+    assert (
+        refusal(locked.upload(b"y" * 500, bearer("small")), 413)["code"] == "files_quota_exceeded"
+    )
+
+
+def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
+    keys = (ApiKey("ann", "ann-key", answers=1), ApiKey("bob", "bob-key"))
+    with live(vlm, script := Paused("second"), keys=keys) as server:
+        first: list[Any] = []
+        ask = functools.partial(server.chat, user("x"), headers=bearer("ann"))
+        asking = threading.Thread(target=lambda: first.append(ask()))
+        asking.start()
+        assert script.begun.wait(20)
+        more = ask()
+        assert refusal(more, 429)["code"] == "rate_limit_exceeded" and more[2]["retry-after"]
+        assert server.call("/v1/files", headers=bearer("ann"))[0] == 200
+        script.go_on.set()
+        assert server.chat(user("x"), headers=bearer("bob"))[0] == 200
+        asking.join(20)
+        assert first[0][0] == 200 and ask()[0] == 200
+
+
+def test_one_who_asks_without_end_waits_while_others_are_answered(
+    vlm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake.Bucket, "wait", lambda bucket, needed: 3600.0)
+    keys = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))
+    with live(vlm, script := Paused("second"), keys=keys) as server:
+        ask = functools.partial(server.chat, user("x"), headers=bearer("ann"))
+        asking = threading.Thread(target=ask)
+        assert server.call("/v1/files", headers=bearer("bob"))[0] == 200
+        asking.start()
+        assert script.begun.wait(20)
+        refused = [server.call("/v1/files", headers=bearer("bob")), server.call("/metrics")]
+        assert refusal(refused[0], 429)["code"] == "busy" and refused[1][0] == 401
+        assert server.call("/v1/files", headers=bearer("ann"))[0] == 200, (
+            "her own answer is no other"
+        )
+        script.go_on.set()
+        asking.join(20)
+        assert server.call("/v1/files", headers=bearer("bob"))[0] == 200
+
+
+def test_a_silent_stream_says_that_it_lives(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_ALIVE", 0.02)
+
+    class Silent(Scripted):
+        def _say(self, ticket: Any) -> None:
+            assert heard.wait(20)
+            super()._say(ticket)
+
+    heard = threading.Event()
+    with live(vlm, Silent("at last")) as server:
+        body = {"model": "demo", **user("x"), "stream": True}
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.readline().startswith(b": ")
+            heard.set()
+            rest = answer.read().decode()
+    assert "at last" in rest and rest.rstrip().endswith("data: [DONE]")
 
 
 def test_a_key_has_an_equal_part_of_the_room_for_files(vlm: Any) -> None:
@@ -700,13 +554,13 @@ def test_a_key_has_an_equal_part_of_the_room_for_files(vlm: Any) -> None:
     keys = (*KEYS, ApiKey("wide", "wide-key", files_bytes=900), ApiKey("ann2", "x", tenant="ann"))
     with live(vlm, Scripted("hi"), keys=keys, files_budget=1800) as server:  # 300 for each of six
         for who, most in (("ann", 300), ("bob", 300), ("wide", 900)):
-            refused = refusal(upload(server, who, b"x" * (most + 1)), 413)
+            refused = refusal(server.upload(b"x" * (most + 1), bearer(who)), 413)
             assert refused["code"] == "files_quota_exceeded" and str(most) in refused["message"]
-            assert upload(server, who, b"x" * most)[0] == 200
-            refusal(upload(server, who, b"y"), 413)
+            assert server.upload(b"x" * most, bearer(who))[0] == 200
+            refusal(server.upload(b"y", bearer(who)), 413)
     with live(vlm, Scripted("hi"), files_budget=1800) as server:  # nobody is told apart
-        assert upload(server, "ann", b"x" * 1800)[0] == 200
-        assert refusal(upload(server, "ann", b"y"), 413)["code"] == "files_full"
+        assert server.upload(b"x" * 1800, bearer("ann"))[0] == 200
+        assert refusal(server.upload(b"y", bearer("ann")), 413)["code"] == "files_full"
 
 
 def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> None:
@@ -720,10 +574,8 @@ def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> No
     with live(vlm, Scripted(), allow_origin=("http://good",)) as other:
         allowed = other.call(path, method="OPTIONS", headers={**headers, "origin": "http://good"})
         assert allowed[2]["access-control-allow-origin"] == "http://good"
-        assert (
-            "access-control-allow-origin"
-            not in other.call(path, method="OPTIONS", headers=headers)[2]
-        )
+        refused = other.call(path, method="OPTIONS", headers=headers)[2]
+        assert "access-control-allow-origin" not in refused
 
 
 def test_openais_client_in_a_browser_may_send_its_own_headers(vlm: Any) -> None:
@@ -737,32 +589,16 @@ def test_openais_client_in_a_browser_may_send_its_own_headers(vlm: Any) -> None:
         assert set(sent.split(",")) <= set(allowed)
 
 
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("127.0.0.1:8000", True),
-        ("localhost", True),
-        ("LocalHost.:8000", True),
-        ("[::1]:8000", True),
-        ("192.168.1.7:80", True),
-        ("box:8000", True),
-        ("box.local", True),
-        ("app.localhost:3000", True),
-        ("good.example", True),
-        ("evil.example:8000", False),
-        ("127.0.0.1.evil.example", False),
-        ("localhost.evil.example", False),
-        ("[evil.example]", False),
-    ],
-)
-def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(
-    vlm: Any, name: str, own: bool
-) -> None:
+def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(vlm: Any) -> None:
+    own = ["127.0.0.1:8000", "localhost", "LocalHost.:8000", "[::1]:8000", "192.168.1.7:80"]
+    own += ["box:8000", "box.local", "app.localhost:3000", "good.example"]
+    others = ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"]
     with live(vlm, Scripted("hi"), allow_origin=("https://good.example",)) as server:
-        for path, body in (("/v1/files", None), ("/", None), ("/v1/cache/stats", None)):
-            answer = server.call(path, body, headers={"host": name})
-            assert answer[0] == (200 if own else 403), (name, path)
-            assert own or answer[1]["error"]["code"] == "host_not_allowed"
+        for name in (*own, *others, "[evil.example]"):
+            for path in ("/v1/files", "/", "/v1/cache/stats"):
+                status, told, _ = server.call(path, headers={"host": name})
+                assert status == (200 if name in own else 403), (name, path)
+                assert name in own or told["error"]["code"] == "host_not_allowed"
 
 
 def test_a_server_with_keys_has_any_name(locked: Live) -> None:
@@ -772,26 +608,6 @@ def test_a_server_with_keys_has_any_name(locked: Live) -> None:
 
 # -- thinking and tools ------------------------------------------------------------------------
 
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{{ tools | tojson }}<tool_call><|im_end|>
-{% endif -%}
-{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}
-{%- elif message.content %}
-{%- for part in message.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
-{%- else %}{{ part.text }}{% endif %}
-{%- endfor %}
-{%- endif %}
-{%- for call in message.tool_calls or [] -%}
-<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking %}<think>
-{% endif %}{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 

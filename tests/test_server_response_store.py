@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, live, scene, uri
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, Scripted, live, scene, uri
 
 import keepsight as ks
 from keepsight.server import responses as response_store

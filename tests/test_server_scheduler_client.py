@@ -3,110 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, asked, live, scene
+from server_harness import asked, live, scene, until
 
-from keepsight import Ticket
-from keepsight.report import Piece, Report, Usage
+from keepsight.report import Piece
 from keepsight.server.access import Caller
 from keepsight.server.config import ServerConfig
 from keepsight.server.service import Service
 from keepsight.server.streaming import Delta, EventStream
-
-MANY = 20  # more than the client has threads
-
-
-class Slow(Scripted):
-    """A scheduler that answers, and that never comes to what it is asked to prepare."""
-
-    def __init__(self) -> None:
-        super().__init__("Hello")
-        self.prepared: list[Ticket] = []
-
-    def prepare(self, messages: Any, on_done: Any = None, **options: Any) -> Ticket:
-        ticket = Ticket(on_done=on_done)
-        ticket.wake = lambda: ticket.done.is_set() or ticket.end()
-        self.prepared.append(ticket)
-        return ticket
-
-
-def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
-    data = json.dumps({"model": "demo", **body}).encode()
-    connection = server.raw()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    return connection
-
-
-def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("path", ["/v1/prepare", "/v1/cache/pin"])
-def test_an_answer_waits_for_nothing_that_is_prepared(demo: Any, path: str) -> None:
-    script = Slow()
-    with live(demo, script) as server:
-        waiting = [send(server, path, {"messages": asked(text=f"{n}")}) for n in range(MANY)]
-        until(lambda: len(script.prepared) == MANY)
-        assert server.chat({"messages": asked(text="Hi.")})[0] == 200
-        assert server.call("/v1/cache/stats")[0] == 200
-        first, rest = script.prepared[0], script.prepared[1:]
-        for connection in waiting:
-            connection.close()  # and who hangs up frees the place
-        until(lambda: all(ticket.cancelled for ticket in rest))
-        assert first.cancelled
-
-
-def test_nobody_waits_for_a_slow_site_that_others_speak_of(demo: Any) -> None:
-    """More of them than there are threads that fetch."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as site,
-        live(demo, Scripted("Hello"), allow_private_urls=True, url_timeout="40s") as server,
-    ):
-        url = f"http://127.0.0.1:{site.getsockname()[1]}/a.png"  # it takes calls and says nothing
-        waiting = [
-            send(server, "/v1/chat/completions", {"messages": asked(url)}) for _ in range(40)
-        ]
-        time.sleep(0.5)
-        begun = time.monotonic()
-        assert server.chat({"messages": asked(scene(1))})[0] == 200
-        assert time.monotonic() - begun < 30
-        for connection in waiting:
-            connection.close()
-
-
-def test_what_is_prepared_is_reported_and_what_fails_is_an_error(demo: Any) -> None:
-    script = Slow()
-    with live(demo, script) as server:
-        connection = send(server, "/v1/prepare", {"messages": asked(text="1")})
-        until(lambda: script.prepared)
-        script.prepared[0].put(Piece("", None, Usage(10, 0, 4), Report(prompt_tokens=10), None))
-        script.prepared[0].end()
-        assert b"200 OK" in connection.recv(100)
-        connection.close()
-        connection = send(server, "/v1/prepare", {"messages": asked(text="2")})
-        until(lambda: len(script.prepared) == 2)
-        script.prepared[1].end(MemoryError("none left"))
-        assert b" 5" in connection.recv(100)
-        connection.close()
 
 
 def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
     with live(demo) as server:
         text = "One more line of a long text. " * 200
         before = demo.stats()["engine"]["prefill_tokens"]
-        connection = send(server, "/v1/prepare", {"messages": asked(scene(1), text=text)})
+        connection = server.sending("/v1/prepare", {"messages": asked(scene(1), text=text)})
         together = server.service.scheduler.together
         until(lambda: together.stats()["in_flight"])
         connection.close()
@@ -125,16 +41,18 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
     class Talker:
         unpaid, ended = 0, False
 
-        async def deltas(self) -> AsyncGenerator[Delta, None]:
-            await asyncio.sleep(0.01)
-            yield Delta()
-            for _ in range(later):
-                await asyncio.sleep(0)
-            listener.cancel()
-            await asyncio.sleep(3600)
+        def delta(self, piece: Piece) -> Delta:
+            return Delta()
 
         def cancel(self) -> None:
             self.ended = True
+
+    async def talk() -> None:
+        await asyncio.sleep(0.01)
+        talker.arrived.put_nowait((0, Piece("word")))
+        for _ in range(later):
+            await asyncio.sleep(0)
+        listener.cancel()
 
     async def listen() -> None:
         merged: Any = Service.merged(service, [talker], Caller(None), None)
@@ -144,11 +62,15 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
 
     async def main() -> None:
         nonlocal listener
+        talker.arrived = asyncio.Queue()
         listener = asyncio.create_task(listen())
+        talking = asyncio.create_task(talk())
         done, _ = await asyncio.wait({listener}, timeout=20)
+        await talking
         assert done and listener.cancelled() and talker.ended
 
-    service: Any = SimpleNamespace(config=ServerConfig(), _count=lambda *what: None)
+    service: Any = Service.__new__(Service)
+    service.config = ServerConfig()
     talker: Any = Talker()
     listener: Any = None
     asyncio.run(main())

@@ -12,8 +12,6 @@ import threading
 import time
 from typing import Any
 
-import psutil
-import pytest
 from server_harness import Live, asked, live, scene
 
 import keepsight as ks
@@ -94,15 +92,3 @@ def test_a_crowd_for_a_moment(demo_parts: dict[str, Any]) -> None:
     model, processor = demo_parts["demo"]
     with ks.wrap(model, processor) as vlm, live(vlm, max_running=4) as server:
         soak(server, 4, 6)
-
-
-@pytest.mark.slow
-def test_a_crowd_for_minutes(demo_parts: dict[str, Any]) -> None:
-    model, processor = demo_parts["demo"]
-    budgets = {"cache_budget": "8MiB", "vision_budget": "4MiB"}
-    with ks.wrap(model, processor, **budgets) as vlm, live(vlm) as server:
-        soak(server, 30, 8)
-        before = psutil.Process().memory_info().rss
-        soak(server, 90, 8)
-        grown = psutil.Process().memory_info().rss - before
-    assert grown < 64 << 20, f"{grown} bytes more than after the first half minute"

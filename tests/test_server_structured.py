@@ -14,8 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 from models import build
-from server_harness import Live, live
-from test_server_middleware import TEMPLATE
+from server_harness import TEMPLATE, Live, live
 from test_structured import HOSTILE, Hurry, made
 from tokenizers import AddedToken
 
@@ -171,14 +170,10 @@ def test_a_form_beside_tools(server: Live, hurry: dict[str, float]) -> None:
         ({"tools": [tool("look")], "tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
-        (
-            {"tools": [tool("a"), tool("b", {"not": {}}, strict=True)]},
-            "tools[1].function.parameters",
-        ),
-        (
-            {"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
-            "tools[1].function.parameters",
-        ),
+        ({"tools": [tool("a"), tool("b", {"not": {}}, strict=True)]},
+            "tools[1].function.parameters"),
+        ({"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
+            "tools[1].function.parameters"),
         ({"tools": [tool("go", {"type": "strin"})], "tool_choice": NAMED}, f"tools[0].{SCHEMA}"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": BAD}}, "response_format"),

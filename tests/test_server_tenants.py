@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, asked, live, png, scene
+from server_harness import Live, asked, bearer, live, png, scene
 
 import keepsight as ks
 from keepsight.server.config import ApiKey
@@ -19,10 +19,6 @@ STORES: dict[str, Any] = {
     "address": lambda path: {"store": f"memory://{path}"},
     "both": lambda path: {"store": path, "remote": f"memory://{path}"},
 }
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}-key"}
 
 
 def work(server: Live, who: str, seed: int) -> list[str]:

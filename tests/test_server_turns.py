@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, live
+from server_harness import Live, Scripted, live, until
 
 from keepsight.server.config import ApiKey
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
 from keepsight.server.responses import ResponseStore
 from keepsight.server.turns import ThreadsInTurn, account
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Worked:
@@ -28,95 +26,70 @@ class Worked:
         self.begun: list[str] = []
         self.go_on = threading.Semaphore(0)
 
-    def submit(self, whose: str) -> Any:
+    def ask(self, whose: str) -> asyncio.Task[str]:
         def call() -> str:
             self.begun.append(whose)
             assert self.go_on.acquire(timeout=20)
             return whose
 
-        token = account.set(whose)
-        try:
-            return self.threads.submit(call)
-        finally:
-            account.reset(token)
+        account.set(whose)
+        return asyncio.ensure_future(self.threads.run(call))
+
+    async def until(self, begun: str) -> None:
+        async with asyncio.timeout(20):
+            while sorted(self.begun) != sorted(begun):
+                await asyncio.sleep(0.005)
 
 
-@pytest.fixture
-def one() -> Iterator[Worked]:
-    it = Worked(1)
-    yield it
-    it.go_on.release(100)
-    it.threads.close()
+def test_who_comes_late_with_little_waits_for_no_line_of_others() -> None:
+    async def main() -> None:
+        one = Worked(1)
+        tasks = [one.ask("a") for _ in range(5)]
+        await one.until("a")
+        tasks.append(one.ask("b"))
+        await asyncio.sleep(0)
+        one.go_on.release(100)
+        assert await asyncio.gather(*tasks) == [*"aaaaab"]
+        assert one.begun[:2] == ["a", "b"]
+
+    asyncio.run(main())
 
 
-@pytest.fixture
-def four() -> Iterator[Worked]:
-    it = Worked(4)
-    yield it
-    it.go_on.release(100)
-    it.threads.close()
+def test_nobody_has_all_threads_even_by_hanging_up() -> None:
+    async def main() -> None:
+        four = Worked(4)
+        gone = [four.ask("a") for _ in range(5)]
+        await four.until("aaa")
+        for task in gone:
+            task.cancel()
+        tasks = [four.ask("a") for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks.append(four.ask("b"))
+        await four.until("aaab")
+        four.go_on.release(100)
+        assert await asyncio.gather(*tasks) == [*"aaaaab"]
+        del tasks, gone, task
+        account.set("c")
+        await four.threads.run(gc.collect)
+        assert "a" not in four.threads._free, "accounts that are gone leave nothing"
+
+    asyncio.run(main())
 
 
-def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def test_an_error_is_the_callers_and_its_place_is_free() -> None:
+    async def main() -> None:
+        one = Worked(1)
 
+        def fails() -> None:
+            raise OSError("no")
 
-def test_who_comes_late_with_little_waits_for_no_line_of_others(one: Worked) -> None:
-    done = [one.submit(whose) for whose in "aaaaabbc"]
-    one.go_on.release(len(done))
-    assert [future.result(20) for future in done] == list("aaaaabbc")
-    assert "".join(one.begun) == "aabcabaa" or "".join(one.begun) == "abcabaaa"
+        for _ in range(3):
+            with pytest.raises(OSError, match="no"):
+                await one.threads.run(fails)
+        one.go_on.release()
+        assert await one.ask("a") == "a"
 
-
-def test_nobody_has_all_threads_at_a_time(four: Worked) -> None:
-    done = [four.submit("a") for _ in range(10)]
-    until(lambda: len(four.begun) == 3)
-    time.sleep(0.1)
-    assert four.begun == ["a"] * 3 and four.threads.waiting == 7
-    done.append(four.submit("b"))
-    until(lambda: "b" in four.begun)
-    four.go_on.release(100)
-    assert [future.result(20) for future in done] == [*"aaaaaaaaaab"]
-    until(lambda: not four.threads._running)  # accounts that are gone leave nothing
-
-
-def test_what_is_cancelled_is_held_no_longer_and_not_begun(one: Worked) -> None:
-    class Large:
-        gone = threading.Event()
-
-        def __call__(self) -> None:
-            raise AssertionError("nobody wants this")
-
-        def __del__(self) -> None:
-            self.gone.set()
-
-    first = one.submit("a")
-    until(lambda: one.begun)
-    waiting = one.threads.submit(Large())
-    assert waiting.cancel() and Large.gone.wait(20)
-    one.go_on.release(2)
-    assert first.result(20) == "a" and one.submit("a").result(20) == "a"
-
-
-def test_errors_and_the_end(one: Worked) -> None:
-    def fails() -> None:
-        raise OSError("no")
-
-    with pytest.raises(OSError, match="no"):
-        one.threads.submit(fails).result(20)
-    running = one.submit("a")
-    until(lambda: one.begun)
-    waiting = one.submit("a")
-    one.threads.close()
-    with pytest.raises(CancelledError):
-        waiting.result(20)
-    with pytest.raises(RuntimeError):
-        one.submit("b")
-    one.go_on.release()
-    assert running.result(20) == "a"
+    asyncio.run(main())
 
 
 # -- in a server -----------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
 """`keepsight serve`: a model behind an OpenAI-compatible API.
 
-The flags are generated from the settings in `server/config.py` when the command is called, so other
-commands need not import what the server needs. A flag overrides the `--config` file.
+The flags are made from the settings in `server/config.py` when the command is called, so other
+commands need not import what the server needs.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib.util
 import inspect
-import io
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -30,12 +28,13 @@ from keepsight.system.words import check_dtype
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from keepsight.server.config import ModelSettings, ServerConfig
+    from keepsight.server.config import ServerConfig
     from keepsight.vlm import VLM
 
-_LIBRARIES = ("pydantic", "fastapi", "uvicorn", "prometheus_client", "python_multipart")
-_KEYS = "NAME:KEY; repeatable, one tenant each."
-_ADMIN_KEYS = "NAME:KEY that also sees metrics; repeatable."
+_LIBRARIES = (
+    *("pydantic", "pydantic_settings", "fastapi", "uvicorn"),
+    *("prometheus_client", "python_multipart"),
+)
 
 
 class ServeCommand(TyperCommand):
@@ -58,21 +57,25 @@ def serve() -> None:
 def _with_flags() -> Callable[..., None]:
     """The function that serves, with a parameter for each setting."""
     _check_libraries()
-    from keepsight.server.config import ModelSettings, ServerConfig  # optional: needs the extra
+    from keepsight.server.config import ServerConfig  # optional: needs the extra
 
     def call(**given: object) -> None:
         run({name: value for name, value in given.items() if value is not None})
 
-    fields = {**ServerConfig.model_fields, **ModelSettings.model_fields}
-    model, _ = fields.pop("model"), fields.pop("keys")
+    fields = {name: one for name, one in ServerConfig.model_fields.items() if name != "keys"}
+    about = fields["model"].description
     flags = {
-        "named": Annotated[str | None, typer.Argument(metavar="MODEL", help=model.description)],
-        "model": _option(str, "The model, as MODEL.", "--model", "-m"),
-        "config": _option(str, "TOML or YAML with these flags."),
-        "api_key": _option(list[str], _KEYS),
-        "admin_key": _option(list[str], _ADMIN_KEYS),
-        "as_json": _option(bool, "The address and the log as lines of JSON.", "--json"),
+        "named": Annotated[str | None, typer.Argument(metavar="MODEL", help=about)],
         **{name: _flag(name, field) for name, field in fields.items()},
+        "as_json": Annotated[
+            bool | None,
+            typer.Option(
+                "--json",
+                help="The address and the log as lines of JSON.",
+                show_default=False,
+                rich_help_panel="Network",
+            ),
+        ],
     }
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -82,34 +85,31 @@ def _with_flags() -> Callable[..., None]:
     return call
 
 
+_NAMES = {"device_map": ("--device", "--device-map"), "model": ("--model", "-m")}
+
+
 def _flag(name: str, field: FieldInfo) -> object:
     """A setting as a flag. Sizes, times and the like are parsed from text."""
     default, text = field.default, field.description or ""
-    if name == "device_map":
-        return _option(str, text, "--device", "--device-map")
+    flag = f"--{name.replace('_', '-')}"
+    names: tuple[str, ...] = _NAMES.get(name, (flag,))
+    kind: type = str
     if isinstance(default, bool):
-        flag = f"--{name.replace('_', '-')}"
-        return _option(bool, text, flag if not default else f"{flag}/--no-{flag[2:]}")
-    if default not in (None, ()):
-        text = f"{text.removesuffix('.')}; default {default}."
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    env = extra.get("env")
-    members = {_without_bounds(one) for one in get_args(field.annotation) or (field.annotation,)}
-    kind = int if members - {type(None)} == {int} else list[str] if default == () else str
-    return _option(kind, text, env=str(env) if env else None)
-
-
-def _without_bounds(kind: object) -> object:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _option(kind: type, text: str, *names: str, env: str | None = None) -> object:
-    option = typer.Option(*names, help=text, show_default=False, envvar=env)
+        kind, names = bool, (flag if not default else f"{flag}/--no-{flag[2:]}",)
+    elif default == ():
+        kind = list[str]
+    else:
+        kind = int if isinstance(default, int) else str
+        if default is not None:
+            text = f"{text.removesuffix('.')}; default {default}."
+    option = typer.Option(
+        *names, help=text, show_default=False, rich_help_panel=field.title or "Options"
+    )
     return Annotated[kind | None, option]
 
 
 def run(given: Options) -> None:
-    """Build the settings from flags and file, and run the server."""
+    """Build the settings from flags, environment and file, and run the server."""
     with _ending_at_once():
         _run(given)
 
@@ -118,19 +118,19 @@ def _run(given: Options) -> None:
     _check_libraries()
     given = dict(given)
     as_json = bool(given.pop("as_json", False))
-    settings, server = _settings(given)
-    if (name := settings.model) is None:
+    config = _settings(given)
+    if (name := config.model) is None:
         raise InputError("which model? write: keepsight serve demo")
-    check_device(settings.device_map)
-    for store in (settings.store, settings.remote):
+    check_device(config.device_map)
+    for store in (config.store, config.remote):
         check_store_writable(store or "")
-    check_dtype(settings.dtype)
+    check_dtype(config.dtype)
     check_model(name)
-    check_listen(server.host, server.port)
-    with _loaded(settings) as vlm:
+    check_listen(config.host, config.port)
+    with _loaded(config) as vlm:
         from keepsight.server.running import serve as listen  # start-up time: after checking flags
 
-        listen(vlm, name, server, lambda port: announce(name, server, port, as_json), as_json)
+        listen(vlm, name, config, lambda port: announce(name, config, port, as_json), as_json)
 
 
 @contextlib.contextmanager
@@ -157,59 +157,22 @@ def _check_libraries() -> None:
             raise MissingExtra.named(library.replace("_", "-"), "server")
 
 
-def _settings(given: Options) -> tuple[ModelSettings, ServerConfig]:
-    """The settings of the model and of the server; a flag overrides the file."""
-    from keepsight.server.config import (  # optional: needs the extra
-        ApiKey,
-        ModelSettings,
-        ServerConfig,
-        read_config,
-    )
+def _settings(given: Options) -> ServerConfig:
+    from keepsight.server.config import ServerConfig  # optional: needs the extra
 
-    given = dict(given)
     if (named := given.pop("named", None)) is not None:
         given["model"] = options.one_model(named, given.get("model"))
-    keys = [ApiKey.parse(text) for text in given.pop("api_key", None) or []]
-    keys += [ApiKey.parse(text, admin=True) for text in given.pop("admin_key", None) or []]
-    path = given.pop("config", None)
-    settings: Options = read_config(path) if path is not None else {}
-    settings |= given
-    if keys:
-        settings["keys"] = (*settings.get("keys", ()), *keys)
-    of_model = {n: settings.pop(n) for n in ModelSettings.model_fields if n in settings}
-    return ModelSettings(**of_model), ServerConfig(**settings)
+    return ServerConfig(**given)
 
 
-def _loaded(settings: ModelSettings) -> VLM:
-    given: Options = settings.model_dump(exclude_none=True)
+def _loaded(config: ServerConfig) -> VLM:
+    given = config.of_model()
     pixels = (given.pop("min_pixels", None), given.pop("max_pixels", None))
     return options.load(given.pop("model"), pixels=pixels, **given)
 
 
-def some_picture() -> str:
-    """A picture in base64 for the example command: read by the shell from the example if that
-    exists here, else a red disc, so that the command works when pasted."""
-    for name in ("picture.png", "examples/picture.png"):
-        if os.path.isfile(name):
-            return f"""'"$(base64 < {name} | tr -d '\\n')"'"""
-    return _disc()
-
-
-def _disc() -> str:
-    from PIL import Image, ImageDraw  # start-up time
-
-    side = 96
-    picture = Image.new("P", (side, side), 0)
-    picture.putpalette([255, 255, 255, 220, 40, 40])
-    edge = side // 4
-    ImageDraw.Draw(picture).ellipse((edge, edge, side - edge, side - edge), fill=1)
-    written = io.BytesIO()
-    picture.save(written, "PNG", optimize=True, bits=1)
-    return base64.b64encode(written.getvalue()).decode()
-
-
-def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> str:
-    """Print where it listens, and an example command; return the first line.
+def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> None:
+    """Print where it listens, and an example command.
 
     As JSON it is one line, which a program that started the server reads to know its address.
     """
@@ -219,14 +182,10 @@ def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) 
     key = ' -H "Authorization: Bearer YOUR_KEY"' if config.keys else ""
     if as_json:
         json_line({"event": "listening", "model": shown, "url": f"http://{host}:{port}"})
-        return ""
-    where = f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)"
-    typer.echo(where)
+        return
+    typer.echo(f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)")
     typer.echo("Try:")
     typer.echo(
         f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
-        f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": [{{"type": """
-        """"image_url", "image_url": {"url": "data:image/png;base64,"""
-        f"""{some_picture()}"}}}}, {{"type": "text", "text": "What is in the picture?"}}]}}]}}'"""
+        f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
     )
-    return where

@@ -25,31 +25,17 @@ from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
 from keepsight.server import cache, chat, completions, decisions, files, responses, schema
-from keepsight.server.access import RequestMiddleware, to_api_error, visit_of
+from keepsight.server.access import ANSWERS, BODIES, RequestMiddleware, to_api_error, visit_of
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
 from keepsight.server.responses import in_its_words
 from keepsight.server.schema import HEADER
 from keepsight.server.service import Service
 
-_BODIES: list[tuple[type[BaseModel], Literal["validation"]]] = [
-    (kind, "validation")
-    for kind in (
-        schema.ChatRequest,
-        schema.ResponsesRequest,
-        schema.Rendering,
-        schema.PinRequest,
-        schema.HeldRequest,
-        schema.ResetRequest,
-        *decisions.BODIES,
-        *completions.BODIES,
-    )
-]
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
 
 
 def build(service: Service) -> ASGIApp:
-    """The application for a service, behind its middleware."""
     app = FastAPI(
         title="Keepsight",
         version=__version__,
@@ -83,10 +69,11 @@ def build(service: Service) -> ASGIApp:
 
 
 def _schema(app: FastAPI, model: str) -> Record:
-    """The schema, with the name of the served model."""
     made = app.openapi()
     parts = made.setdefault("components", {}).setdefault("schemas", {})
-    bodies = models_json_schema(_BODIES, ref_template="#/components/schemas/{model}")[1]
+    kinds: list[tuple[type[BaseModel], Literal["validation"]]]
+    kinds = [(kind, "validation") for kind in BODIES]
+    bodies = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]
     parts |= bodies["$defs"]
     for part in parts.values():
         if "model" in part.get("properties", {}):
@@ -143,22 +130,10 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         return service.model.as_json()
 
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_TEXT, _OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_PARTS = {"message": _TEXT, "type": _TEXT, "param": _OR_NULL, "code": _OR_NULL}
+_INNER = {"type": "object", "required": [*_PARTS], "properties": _PARTS}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNER}}
 _REFUSALS: dict[int | str, Record] = {
     code: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
     for code, text in {
@@ -166,7 +141,6 @@ _REFUSALS: dict[int | str, Record] = {
         401: "No key, or an unknown one.",
         403: "This key may not do that.",
         404: "Not found, for this key.",
-        409: "A name that was bound to other content before.",
         408: "The body took too long.",
         413: "Too large.",
         429: "Too many requests; see Retry-After.",
@@ -213,13 +187,10 @@ async def _only_known(request: Request) -> None:  # a thread costs more than thi
     known = {field.alias for field in request.scope["route"].dependant.query_params}
     unused = visit_of(request).unused
     for name in request.query_params:
-        if name not in known and (unused.refuse or path not in _ASKED):
+        if name not in known and path not in ANSWERS:
             raise unknown(name, known)
         if name not in known:
             unused.add(f"?{name}", "unknown; see /docs")
-
-
-_ASKED = ("/v1/chat/completions", "/v1/responses", *decisions.PATHS, *completions.PATHS)
 
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
@@ -231,19 +202,10 @@ _TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' blob: data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'self'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
     "cache-control": "no-cache",

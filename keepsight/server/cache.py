@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import heapq
+import json
 import operator
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -20,7 +21,7 @@ from keepsight.errors import StoreError
 from keepsight.kinds import Options, Record
 from keepsight.media.medium import Medium
 from keepsight.report import Report
-from keepsight.server.access import Caller, body_of, body_schema, visit_of
+from keepsight.server.access import Visit, posts, visit_of
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.schema import (
     HeldRequest,
@@ -31,50 +32,94 @@ from keepsight.server.schema import (
     Salt,
 )
 from keepsight.server.service import Service, tools_of
-from keepsight.server.streaming import report_of, unless_gone
+from keepsight.server.streaming import report_of
 from keepsight.server.turns import is_large
 from keepsight.session import Session, keep_file
 
 _TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that decide a prompt
 _MOST = 1000  # most pictures of a store that are listed
+_ONLY = "a .keep file holds only messages and pictures"
+_PIECE = 1 << 20  # bytes sent at once
 Held = list[Record] | list[Medium]  # a conversation, or its media
+_FILE: dict[int | str, Record] = {
+    200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
+}
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["cache"])
     _add_reports(router, service)
     _add_held(router, service)
     _add_whole(router, service)
-    _add_save(router, service)
     return router
 
 
 def _add_reports(router: APIRouter, service: Service) -> None:
+    async def reported(
+        body: Rendering, visit: Visit, call: Callable[..., Awaitable[Report]]
+    ) -> Record:
+        messages, template, tenant = await service.rendering(body, visit)
+        report = await call(messages, **_options_of(body, template, tenant))
+        report.notes += visit.unused.notes()
+        return {"object": "cache.report", "model": service.model.name, "report": report_of(report)}
 
-    @router.post("/v1/prepare", operation_id="prepare", openapi_extra=body_schema(Rendering))
-    async def prepare(body: Annotated[Rendering, body_of(Rendering)], request: Request) -> Record:
+    @posts(router, "/v1/prepare", Rendering, "prepare")
+    async def prepare(body: Rendering, visit: Visit) -> Record:
         """Encode and prefill now, so that these messages are answered at once."""
-        work = functools.partial(service.prepare, account=visit_of(request).who().account)
-        return await _reported(service, body, request, work)
+        return await reported(body, visit, functools.partial(service.prepare, visit=visit))
 
-    @router.post("/v1/cache/explain", operation_id="explain", openapi_extra=body_schema(Rendering))
-    async def explain(body: Annotated[Rendering, body_of(Rendering)], request: Request) -> Record:
+    @posts(router, "/v1/cache/explain", Rendering, "explain")
+    async def explain(body: Rendering, visit: Visit) -> Record:
         """The report that an answer would get, without running the model."""
 
         def look(messages: list[Record], **options: object) -> Awaitable[Report]:
             work = functools.partial(service.scheduler.together.explain, messages, **options)
             return service.threads.run(work, is_large(messages))
 
-        return await _reported(service, body, request, look)
+        return await reported(body, visit, look)
+
+    @posts(
+        router,
+        "/v1/cache/save",
+        Rendering,
+        "cache_save",
+        response_class=StreamingResponse,
+        responses=_FILE,
+    )
+    async def save(body: Rendering, visit: Visit) -> StreamingResponse:
+        """A conversation with features and states as a `.keep` file, computed if missing."""
+        for name in _TEMPLATE:
+            if getattr(body, name):
+                raise refused(name, _ONLY)
+        given, template, tenant = await service.rendering(body, visit)
+        if template:  # of fields for thinking
+            raise refused("chat_template_kwargs", _ONLY)
+        # Pictures are opened and prompts computed where no other client's tokens wait for them.
+        named = await service.threads.run(
+            lambda: service.scheduler.together.named(given, tenant), is_large(given)
+        )
+        await service.prepare(named, visit, tenant=tenant or None)
+        session = Session(service.vlm.runtime, tenant=tenant)
+        session.messages = [_of_session(message) for message in named]
+        parts = await service.scheduler.change_cache(lambda: list(keep_file.spelled(session)))
+        headers = {
+            "content-disposition": 'attachment; filename="conversation.keep"',
+            "content-length": str(sum(map(len, parts))),
+        }
+        pieces = (
+            bytes(part[start : start + _PIECE])
+            for part in parts
+            for start in range(0, len(part), _PIECE)
+        )
+        return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
 def _add_held(router: APIRouter, service: Service) -> None:
+    change = service.scheduler.change_cache
+
     @router.get("/v1/cache/images", operation_id="cache_images")
     async def images(
-        request: Request,
-        cache_salt: Annotated[Salt | None, Query()] = None,
-        stored: bool = False,
+        request: Request, cache_salt: Annotated[Salt | None, Query()] = None, stored: bool = False
     ) -> Record:
         """The pictures with features in memory, by key, for one tenant; with `stored` also those
         that only the store has, the most recently used first, at most a thousand of them."""
@@ -84,45 +129,70 @@ def _add_held(router: APIRouter, service: Service) -> None:
             held = _held(service, tenant)
             return held + (_stored(service, tenant, held) if stored else [])
 
-        return {"object": "list", "data": await service.scheduler.change_cache(work)}
+        return {"object": "list", "data": await change(work)}
 
-    @router.post("/v1/cache/pin", operation_id="cache_pin", openapi_extra=body_schema(PinRequest))
-    async def pin(body: Annotated[PinRequest, body_of(PinRequest)], request: Request) -> Record:
+    @posts(router, "/v1/cache/pin", PinRequest, "cache_pin")
+    async def pin(body: PinRequest, visit: Visit) -> Record:
         """Pin pictures or a whole conversation. What messages need and is missing is computed; a
         picture given by key must be remembered."""
-
-        def keep(what: Held, options: Options) -> int:
-            service.vlm.pin(what, body.pinned, **options)
-            return 0
-
         if body.images is not None:
-            work = functools.partial(_pin_images, service, pinned=body.pinned)
-            keys = (await _on_images(service, body, body.images, request, work))[1]
+            keys, tenant = _by_keys(body, body.images, visit)
+            await change(lambda: _pin_images(service, keys, tenant, pinned=body.pinned))
         else:
-            # Queued with other requests, without cost to them; unpinning matches the whole path
-            # too.
-            prefill = functools.partial(service.prepare, account=visit_of(request).who().account)
-            first = None if body.pictures_only else prefill
-            keys = (await _on_held(service, body, request, keep, first, True))[1]
+            what, options, tenant, named = await _in_messages(service, body, visit, learn=True)
+            # Computed in turn with other requests; unpinning matches the whole path too.
+            if not body.pictures_only:
+                await service.prepare(named, visit, **options)
+
+            def keep() -> list[str]:
+                keys = _keys(service, named, tenant)
+                service.vlm.pin(what, body.pinned, **options)
+                return keys
+
+            keys = await change(keep)
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
-    @router.post(
-        "/v1/cache/delete", operation_id="cache_delete", openapi_extra=body_schema(HeldRequest)
-    )
-    async def delete(
-        body: Annotated[HeldRequest, body_of(HeldRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/cache/delete", HeldRequest, "cache_delete")
+    async def delete(body: HeldRequest, visit: Visit) -> Record:
         """Remove pictures, or a whole conversation, and everything computed from them."""
-
-        def forget(what: Held, options: Options) -> int:
-            return service.vlm.delete(what, **options)
-
         if body.images is not None:
-            work = functools.partial(pins.delete_images, service.vlm.runtime)
-            done = await _on_images(service, body, body.images, request, work)
+            keys, tenant = _by_keys(body, body.images, visit)
+            freed = await change(lambda: pins.delete_images(service.vlm.runtime, keys, tenant))
         else:
-            done = await _on_held(service, body, request, forget)
-        return {"object": "cache.delete", "bytes_freed": done[0], "images": done[1]}
+            what, options, tenant, named = await _in_messages(service, body, visit)
+            keys, freed = await change(
+                lambda: (_keys(service, named, tenant), service.vlm.delete(what, **options))
+            )
+        return {"object": "cache.delete", "bytes_freed": freed, "images": keys}
+
+
+def _by_keys(body: HeldRequest, images: list[str], visit: Visit) -> tuple[list[str], str]:
+    """The keys that are meant, and the tenant."""
+    if body.messages is not None:
+        raise invalid("images", "give either images by their keys, or messages")
+    _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
+    return list(dict.fromkeys(images)), visit.who().salted(body.cache_salt)
+
+
+async def _in_messages(
+    service: Service, body: HeldRequest, visit: Visit, learn: bool = False
+) -> tuple[Held, Options, str, list[Record]]:
+    """What a request with messages means, the library's options, the tenant, and its messages."""
+    if body.messages is None:
+        raise invalid("messages", "give messages, or images by their keys")
+    if body.pictures_only:
+        _refuse_with(body, "pictures_only", *_TEMPLATE)
+    fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
+    rendering = Rendering.model_construct(**{name: getattr(body, name) for name in fields})
+    given, template, tenant = await service.rendering(rendering, visit)
+    # Pictures are opened here, where no client's tokens wait for them.
+    named = await service.threads.run(
+        lambda: service.scheduler.together.named(given, tenant, learn), is_large(given)
+    )
+    what = [medium for _, medium in _media_in(named)] if body.pictures_only else named
+    if not what:
+        raise ApiError(400, "there is no picture in these messages", param="messages")
+    return what, _options_of(rendering, template, tenant), tenant, named
 
 
 def _add_whole(router: APIRouter, service: Service) -> None:
@@ -140,28 +210,22 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             if everyone:
                 stats["runtime"] = service.vlm.chosen_runtime
                 stats["scheduler"] = service.scheduler.together.stats()
-            return {
-                "object": "cache.stats",
-                "everyone": everyone,
-                **{name: _plain(value) for name, value in stats.items()},
-            }
+            made: Record = json.loads(json.dumps(stats, default=str))
+            return {"object": "cache.stats", "everyone": everyone, **made}
 
-        stats: Record = await service.threads.wait(work)
-        return stats
+        return await service.threads.wait(work)
 
-    @router.post(
-        "/v1/cache/reset", operation_id="cache_reset", openapi_extra=body_schema(ResetRequest)
-    )
-    async def reset(
-        body: Annotated[ResetRequest, body_of(ResetRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/cache/reset", ResetRequest, "cache_reset")
+    async def reset(body: ResetRequest, visit: Visit) -> Record:
         """Forget what is remembered in memory; with `store`, also on disk."""
-        caller = visit_of(request).who()
-        whose = _whose_to_forget(caller, body)
+        if body.everyone and not visit.who().admin:
+            raise ApiError(403, "forgetting entries of all keys needs an administrator's key")
+        if body.everyone and body.cache_salt is not None:
+            raise ApiError(400, "give either everyone or cache_salt", param="everyone")
+        whose = None if body.everyone else visit.who().salted(body.cache_salt)
         await service.scheduler.change_cache(
             lambda: pins.clear(service.vlm.runtime, whose, body.store)
         )
-        service.bindings.forget(whose)
         service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
 
@@ -179,73 +243,6 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
         return {"object": "cache.flush", "stored": stored}
-
-
-def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
-    if body.everyone and not caller.admin:
-        raise ApiError(403, "forgetting entries of all keys needs an administrator's key")
-    if body.everyone and body.cache_salt is not None:
-        raise ApiError(400, "give either everyone or cache_salt", param="everyone")
-    return None if body.everyone else caller.salted(body.cache_salt)
-
-
-async def _on_held(
-    service: Service,
-    body: HeldRequest,
-    request: Request,
-    act: Callable[[Held, Options], int],
-    first: Callable[..., Awaitable[Report]] | None = None,
-    learn: bool = False,
-) -> tuple[int, list[str]]:
-    """Act on the entries of a request, after the scheduler has prepared them; return the result and
-    the picture keys."""
-    if body.messages is None:
-        raise invalid("messages", "give messages, or images by their keys")
-    visit = visit_of(request)
-    if body.pictures_only:
-        _refuse_with(body, "pictures_only", *_TEMPLATE)
-    fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
-    rendering = Rendering(**{name: getattr(body, name) for name in fields})
-
-    async def work() -> tuple[int, list[str]]:
-        given, template, tenant = await service.rendering(rendering, visit)
-        # Pictures are opened here, where no client's tokens wait for them.
-        messages = await service.threads.run(
-            lambda: service.scheduler.together.named(given, tenant, learn),
-            is_large(given),
-        )
-        what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
-        if not what:
-            raise ApiError(400, "there is no picture in these messages", param="messages")
-        options = _options_of(rendering, template, tenant)
-
-        def both() -> tuple[int, list[str]]:
-            keys = _keys(service, messages, tenant)
-            return act(what, options), keys
-
-        if first is not None:
-            await first(what, **options)
-        return await service.scheduler.change_cache(both)
-
-    return await unless_gone(request, work(), visit)
-
-
-async def _on_images(
-    service: Service,
-    body: HeldRequest,
-    images: list[str],
-    request: Request,
-    act: Callable[[list[str], str], int],
-) -> tuple[int, list[str]]:
-    """Act on pictures given by key; return the result and the keys."""
-    if body.messages is not None:
-        raise invalid("images", "give either images by their keys, or messages")
-    _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
-    service.model.check_name(body.model)
-    caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
-    whose = caller.salted(body.cache_salt)
-
-    return await service.scheduler.change_cache(lambda: (act(keys, whose), keys))
 
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
@@ -271,7 +268,6 @@ def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
 
 
 def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
-    """The key of each medium, as in /v1/cache/images."""
     vlm = service.vlm
     with vlm.runtime.lock:
         vlm.runtime.refresh(tenant=tenant)
@@ -334,81 +330,6 @@ def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
     for name in names:
         if getattr(body, name):
             raise refused(name, f"only goes with whole messages; leave it out with {field}")
-
-
-async def _reported(
-    service: Service, body: Rendering, request: Request, call: Callable[..., Awaitable[Report]]
-) -> Record:
-    visit = visit_of(request)
-    visit.unused.sift(body)
-
-    async def work() -> Record:
-        messages, template, tenant = await service.rendering(body, visit)
-        report = await call(messages, **_options_of(body, template, tenant))
-        report.notes += visit.unused.notes()
-        return {"object": "cache.report", "model": service.model.name, "report": report_of(report)}
-
-    return await unless_gone(request, work(), visit)
-
-
-def _plain(value: object) -> object:
-    """A value in a form that JSON can hold."""
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-_PIECE = 1 << 20  # bytes sent at once
-_FILE: dict[int | str, Record] = {
-    200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
-}
-
-
-def _add_save(router: APIRouter, service: Service) -> None:
-    @router.post(
-        "/v1/cache/save",
-        operation_id="cache_save",
-        openapi_extra=body_schema(Rendering),
-        response_class=StreamingResponse,
-        responses=_FILE,
-    )
-    async def save(
-        body: Annotated[Rendering, body_of(Rendering)], request: Request
-    ) -> StreamingResponse:
-        """A conversation with features and states as a `.keep` file, computed if missing."""
-        for name in _TEMPLATE:
-            if getattr(body, name):
-                raise refused(name, "a .keep file holds only messages and pictures")
-        return await unless_gone(request, _saved(service, body, request), visit_of(request))
-
-
-async def _saved(service: Service, body: Rendering, request: Request) -> StreamingResponse:
-    visit = visit_of(request)
-    visit.unused.sift(body)
-    given, template, tenant = await service.rendering(body, visit)
-    if template:
-        raise refused("chat_template_kwargs", "a .keep file holds only messages and pictures")
-    # Pictures are opened and prompts computed where no other client's tokens wait for them.
-    named = await service.threads.run(
-        lambda: service.scheduler.together.named(given, tenant), is_large(given)
-    )
-    await service.prepare(named, tenant or None, account=visit.who().account)
-    session = Session(service.vlm.runtime, tenant=tenant)
-    session.messages = [_of_session(message) for message in named]
-    parts = await service.scheduler.change_cache(lambda: list(keep_file.spelled(session)))
-    headers = {
-        "content-disposition": 'attachment; filename="conversation.keep"',
-        "content-length": str(sum(map(len, parts))),
-    }
-    return StreamingResponse(_pieces(parts), media_type="application/octet-stream", headers=headers)
-
-
-async def _pieces(parts: Sequence[bytes | memoryview]) -> AsyncIterator[bytes]:
-    for part in parts:
-        for start in range(0, len(part), _PIECE):
-            yield bytes(part[start : start + _PIECE])
 
 
 def _of_session(message: Record) -> Record:

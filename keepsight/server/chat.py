@@ -11,16 +11,15 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter
 
 from keepsight.kinds import Record
 from keepsight.report import Usage
-from keepsight.server.access import Visit, body_of, body_schema, visit_of
+from keepsight.server.access import Visit, posts
 from keepsight.server.parser import OutputPiece
-from keepsight.server.schema import ChatRequest
+from keepsight.server.schema import ChatRequest, StreamOptions
 from keepsight.server.streaming import (
     STREAMED,
     AnswerEnd,
@@ -32,9 +31,7 @@ from keepsight.server.streaming import (
     ScoredToken,
     cached_of,
     images_of,
-    report_of,
-    timings,
-    unless_gone,
+    measured_of,
 )
 
 if TYPE_CHECKING:
@@ -42,36 +39,24 @@ if TYPE_CHECKING:
 
 
 def routes(service: Service) -> APIRouter:
-    """The route."""
     router = APIRouter(tags=["answers"])
 
-    @router.post(
-        "/v1/chat/completions",
-        operation_id="chat",
-        responses=STREAMED,
-        openapi_extra=body_schema(ChatRequest),
-    )
-    async def chat(
-        body: Annotated[ChatRequest, body_of(ChatRequest)], request: Request
-    ) -> Response:
+    @posts(router, "/v1/chat/completions", ChatRequest, "chat", responses=STREAMED)
+    async def chat(body: ChatRequest, visit: Visit) -> object:
         """An answer to a conversation, whole or streamed."""
-        visit = visit_of(request)
-        visit.asked(body)
-        ask = await unless_gone(request, service.ask(body, visit), visit)
+        ask = await service.ask(body, visit)
         # Before the first byte is sent, so that bad input gets its own status.
-        answers = await unless_gone(request, service.submit(ask), visit)
+        answers = await service.submit(ask)
         chat = ChatResponse(service, body, ask, answers, visit)
         if body.stream:
             return EventStream(chat.events(), visit, answers)
-        return JSONResponse(await unless_gone(request, chat.whole(), visit))
+        return await chat.whole()
 
     return router
 
 
 @dataclass
 class ChatChoice:
-    """One growing answer."""
-
     text: str = ""
     thought: str = ""
     calls: list[Record] = field(default_factory=list)
@@ -80,7 +65,6 @@ class ChatChoice:
     end: AnswerEnd | None = None
 
     def message(self) -> Record:
-        """The answer as a message, in a form that may be sent back."""
         made: Record = {"role": "assistant", "content": self.text, "refusal": None}
         if self.thought:
             made["reasoning_content"] = self.thought
@@ -90,8 +74,6 @@ class ChatChoice:
 
 
 class ChatResponse:
-    """One request's way to its response."""
-
     def __init__(
         self,
         service: Service,
@@ -101,7 +83,7 @@ class ChatResponse:
         visit: Visit,
     ) -> None:
         self._service, self._body, self._ask, self._visit = service, body, ask, visit
-        self._answers = answers
+        self._answers, self._options = answers, body.stream_options or StreamOptions()
         self._choices = [ChatChoice() for _ in answers]
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -117,10 +99,10 @@ class ChatResponse:
             async for number, delta in deltas:
                 self._choices[number].end = delta.end
                 self._choices[number].tokens += delta.tokens
-                yield number, delta
+                if delta.pieces or delta.scored or delta.end or self._ask.shows_tokens:
+                    yield number, delta
 
     async def whole(self) -> Record:
-        """The response if it is not streamed."""
         async for number, delta in self._deltas():
             choice = self._choices[number]
             choice.scored += [scored_of(s, self._service) for s in delta.scored]
@@ -145,13 +127,11 @@ class ChatResponse:
         return {**head, "object": "chat.completion", "choices": choices, **self._measurements()}
 
     def _prompt_ids(self) -> Record:
-        """The tokens of the prompt, if requested."""
         if not self._ask.shows_tokens:
             return {}
         return {"prompt_token_ids": self._answers[0].prompt_ids}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The chunks of a streamed response."""
         started: set[int] = set()
         first_chunk = True
         async for number, delta in self._deltas():
@@ -174,11 +154,9 @@ class ChatResponse:
             if delta.end is not None:
                 yield None, self._chunk(number, {}, delta.end.reason)
         measured = self._measurements()
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield None, {**self._head, "object": _CHUNK, "choices": [], **measured}
-        elif "keepsight" in measured:
-            measured.pop("usage")
+        if not self._options.include_usage:
+            measured.pop("usage", None)
+        if "usage" in measured or "keepsight" in measured:
             yield None, {**self._head, "object": _CHUNK, "choices": [], **measured}
         yield None, "[DONE]"
 
@@ -187,34 +165,17 @@ class ChatResponse:
     ) -> Record:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._head, "object": _CHUNK, "choices": [choice]}
-        options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = self._so_far()
-        elif options is not None and options.include_usage:
+        if self._options.continuous_usage_stats:
+            prompt = self._answers[0].prompt_tokens
+            chunk["usage"] = counts(prompt, sum(len(choice.tokens) for choice in self._choices))
+        elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
 
-    def _so_far(self) -> dict[str, int]:
-        """Tokens of the prompt and of all answers so far."""
-        prompt = self._answers[0].prompt_tokens
-        written = sum(len(choice.tokens) for choice in self._choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-        }
-
     def _measurements(self) -> Record:
-        """Usage, timings and, on request, the report. With several choices they are those of the
-        first one's prompt."""
+        """With several choices the times and the report are those of the first one."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
-        if not ends:
-            return {}
-        first = ends[0]
-        measured = {"usage": usage_of(ends), "timings": timings(first)}
-        if self._body.keepsight is not None and self._body.keepsight.report:
-            measured["keepsight"] = {"report": report_of(first.report)}
-        return measured
+        return measured_of(ends[0], usage_of(ends), self._body.keepsight) if ends else {}
 
     def _logprobs(self, scored: list[Record]) -> Record | None:
         if not self._ask.sampling.logprobs or not scored:
@@ -228,26 +189,33 @@ _CHUNK = "chat.completion.chunk"
 def scored_of(scored: ScoredToken, service: Service) -> Record:
     """A token with its log probability and those of its alternatives."""
     rows = []
-    for likely in (scored.chosen, *scored.likeliest):
+    for likely in (scored[0], *scored[1]):
         text, data = service.model.token_text(likely.token)
         rows.append({"token": text, "logprob": likely.logprob, "bytes": data})
     return {**rows[0], "top_logprobs": rows[1:]}
 
 
-def usage_of(ends: list[AnswerEnd]) -> Record:
-    """Token counts: the prompt counts once, however many answers it has."""
-    usage, written = ends[0].usage, sum(end.usage.completion_tokens for end in ends)
+def counts(prompt: int, written: int, **details: object) -> Record:
+    """Token counts in the fields of OpenAI's chat API."""
+    total = prompt + written
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": usage.prompt_tokens + written,
-        "prompt_tokens_details": cached_of(usage),
-        "completion_tokens_details": {
+        "prompt_tokens": prompt, "completion_tokens": written, "total_tokens": total, **details
+    }  # fmt: skip
+
+
+def usage_of(ends: list[AnswerEnd]) -> Record:
+    """The counts of an answer: the prompt counts once, however many choices it has."""
+    usages = [end.usage for end in ends]
+    return counts(
+        usages[0].prompt_tokens,
+        sum(usage.completion_tokens for usage in usages),
+        prompt_tokens_details=cached_of(usages[0]),
+        completion_tokens_details={
             "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
-            **guessed_of([end.usage for end in ends]),
+            **guessed_of(usages),
         },
-        **images_of(usage),
-    }
+        **images_of(usages[0]),
+    )
 
 
 def guessed_of(usages: list[Usage]) -> Record:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
 
 from keepsight.core.call import Call
@@ -25,13 +25,13 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.lengths import context_length
 from keepsight.questions.score import Scored, score_tokens
 from keepsight.report import GroupReport, Report, Usage
-from keepsight.server.access import body_of, body_schema, visit_of
+from keepsight.server.access import Visit, posts
+from keepsight.server.chat import counts
 from keepsight.server.decisions import on_errand
 from keepsight.server.errors import invalid
 from keepsight.server.forms import text_form
 from keepsight.server.sampling import Recorder, Sampling, sampling
 from keepsight.server.schema import AnswerOptions, Body, ChatMessage, Rendering, Text, Tokens
-from keepsight.server.streaming import unless_gone
 from keepsight.system.words import check_text
 
 if TYPE_CHECKING:
@@ -74,86 +74,54 @@ class TokenizeRequest(Rendering):
 
 
 class DetokenizeRequest(Body):
-    """The body of `/detokenize`."""
-
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-BODIES = (CompletionRequest, TokenizeRequest, DetokenizeRequest)
-PATHS = ("/v1/completions",)
-
-
 def routes(service: Service) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["answers"])
 
-    @router.post(
-        "/v1/completions", operation_id="completions", openapi_extra=body_schema(CompletionRequest)
-    )
-    async def completions(
-        body: Annotated[CompletionRequest, body_of(CompletionRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/completions", CompletionRequest, "completions")
+    async def completions(body: CompletionRequest, visit: Visit) -> object:
         """What follows raw prompts, and how likely their own tokens are."""
-        visit = visit_of(request)
-        visit.asked(body)  # type: ignore[arg-type]
-        service.model.check_name(body.model)
         if body.stream:
             raise invalid("stream", "completions are not streamed here; see /v1/chat/completions")
-        tenant = visit.who().salted(body.cache_salt)
-        work = _Completions(service, body, tenant, text_form(body, visit.unused))
-        await unless_gone(request, service.threads.run(work.prepare, large=True), visit)
-        made = await on_errand(service, request, visit, work.run)
-        usage, report = work.usage(), Report()
-        service.metrics.answered(usage, report)
-        visit.who().spend(usage.total_tokens)
-        visit.answered(usage, report, "stop")
+        work = _Completions(service, body, visit)
+        await service.threads.run(work.prepare, large=True)
+        made = await on_errand(service, visit, work.run)
+        visit.who().spend(work.usage().total_tokens)
+        visit.answered(work.usage(), Report(), "stop")
         return made
 
-    @router.post("/tokenize", operation_id="tokenize", openapi_extra=body_schema(TokenizeRequest))
-    async def tokenize(
-        body: Annotated[TokenizeRequest, body_of(TokenizeRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/tokenize", TokenizeRequest, "tokenize")
+    async def tokenize(body: TokenizeRequest, visit: Visit) -> object:
         """The tokens of a text, or of messages with their pictures."""
-        visit = visit_of(request)
-        visit.unused.sift(body)
-        service.model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "expected either a prompt or messages")
-        tokenizer = service.model.tokenizer
-        if body.prompt is not None:
-            given = (body.prompt, body.add_special_tokens is not False, "prompt")
-            found = await service.threads.run(lambda: _encoded(service, *given), large=True)
+        if (text := body.prompt) is not None:
+            special = body.add_special_tokens is not False
+            found = await service.threads.run(
+                lambda: _encoded(service, text, special, "prompt"), large=True
+            )
         else:
             messages, template, tenant = await service.rendering(body, visit)
-            call = Call(tenant, template, {})
-
-            def render() -> list[int]:
-                order = Order(service.vlm.runtime, messages, call).rendered()
-                return [int(one) for one in order.prompt.ids]
-
-            found = await service.threads.wait(render)
-        names = tokenizer.convert_ids_to_tokens(found) if body.return_token_strs else None
+            given = (service.vlm.runtime, messages, Call(tenant, template, {}))
+            found = await service.threads.wait(lambda: Order(*given).rendered().prompt.ids.tolist())
+        names = service.model.tokenizer.convert_ids_to_tokens
+        strings = (
+            await service.threads.run(lambda: names(found)) if body.return_token_strs else None
+        )
         longest = context_length(service.vlm.model)
         return {
-            "count": len(found),
-            "max_model_len": longest,
-            "tokens": found,
-            "token_strs": names,
-        }
+            "count": len(found), "max_model_len": longest, "tokens": found, "token_strs": strings
+        }  # fmt: skip
 
-    @router.post(
-        "/detokenize", operation_id="detokenize", openapi_extra=body_schema(DetokenizeRequest)
-    )
-    async def detokenize(
-        body: Annotated[DetokenizeRequest, body_of(DetokenizeRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/detokenize", DetokenizeRequest, "detokenize")
+    async def detokenize(body: DetokenizeRequest, visit: Visit) -> object:
         """The text of tokens."""
-        visit_of(request).unused.sift(body)
-        service.model.check_name(body.model)
-        _check_ids(body.tokens, service, "tokens")
 
         def decode() -> str:
+            _check_ids(body.tokens, service, "tokens")
             text: str = service.model.tokenizer.decode(body.tokens)
             return text
 
@@ -183,11 +151,10 @@ def _check_ids(ids: Sequence[int], service: Service, place: str) -> None:
 class _Completions:
     """One request on its way to its choices."""
 
-    def __init__(
-        self, service: Service, body: CompletionRequest, tenant: str, form: Format | None
-    ) -> None:
-        self._service, self._body, self._tenant, self._form = service, body, tenant, form
-        self._runtime = service.vlm.runtime
+    def __init__(self, service: Service, body: CompletionRequest, visit: Visit) -> None:
+        self._service, self._body, self._visit = service, body, visit
+        self._runtime, self._tenant = service.vlm.runtime, visit.who().salted(body.cache_salt)
+        self._form: Format | None = None
         self._texts: list[str] = []
         self._prompts: list[Prompt] = []
         self._scored: list[Scored | None] = []
@@ -195,43 +162,39 @@ class _Completions:
         self._recorders: list[Recorder | None] = []
         self._group: GroupReport | None = None
         self._most = _USUAL if body.max_tokens is None else body.max_tokens
-        self._sampling = self._chosen() if self._most else Sampling({})
-
-    def _chosen(self) -> Sampling:
-        body = self._body
-        changed = {"logprobs": body.logprobs is not None, "top_logprobs": body.logprobs or 0}
-        changed["max_tokens"] = self._most
-        service, model = self._service, self._service.model
-        as_chat = body.model_copy(update=changed)
-        return sampling(as_chat, service.config.max_tokens, model.vocabulary, model.ends)
+        self._sampling = Sampling({})
 
     def prepare(self) -> None:
-        """The tokens of all prompts; in a thread."""
-        given = self._body.prompt
+        body, model = self._body, self._service.model
+        self._form = text_form(body, self._visit.unused)
+        if self._most:
+            changed = {"logprobs": body.logprobs is not None, "top_logprobs": body.logprobs or 0}
+            as_chat = body.model_copy(update={**changed, "max_tokens": self._most})
+            longest = self._service.config.max_tokens
+            self._sampling = sampling(as_chat, longest, model.vocabulary, model.ends)
+        given = body.prompt
         several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         placed = set(self._runtime.family.placeholders.values())
         for number, one in enumerate(several):
             place = f"prompt[{number}]" if len(several) > 1 else "prompt"
             ids = self._ids(one, place)
             if found := placed.intersection(ids):
-                word = self._service.model.tokenizer.convert_ids_to_tokens(min(found))
+                word = model.tokenizer.convert_ids_to_tokens(min(found))
                 what = f"{place} has {word!r}, which stands for a picture; send it as a message"
                 raise invalid(place, what)
             self._prompts.append(Prompt(np.array(ids, dtype=np.int64)))
 
-    def _ids(self, given: object, place: str) -> list[int]:
-        tokenizer = self._service.model.tokenizer
-        if not isinstance(given, str):
-            ids = [one for one in given if isinstance(one, int)] if isinstance(given, list) else []
-            _check_ids(ids, self._service, place)
-            self._texts.append(tokenizer.decode(ids))
+    def _ids(self, given: Any, place: str) -> list[int]:
+        if isinstance(given, str):
+            self._texts.append(given)
+            special = self._body.add_special_tokens is not False
+            ids = _encoded(self._service, given, special, place)
+            if not ids:
+                raise invalid(place, f"{place} is empty")
             return ids
-        special = self._body.add_special_tokens is not False
-        ids = _encoded(self._service, given, special, place)
-        if not ids:
-            raise invalid(place, f"{place} is empty")
-        self._texts.append(given)
-        return ids
+        _check_ids(given, self._service, place)
+        self._texts.append(self._service.model.tokenizer.decode(given))
+        return list(given)
 
     def run(self, run: Callable[[Sequence[Answer]], None]) -> Record:
         """The response; in a thread that waits for the model."""
@@ -254,17 +217,20 @@ class _Completions:
                 self._answers.append(seq)
                 self._recorders.append(recorder)
             run(self._answers)
+        usage = self.usage()
+        cached = {"cached_tokens": usage.cached_tokens}
         return {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": self._service.model.name,
             "choices": [self._choice(number) for number in range(len(self._prompts))],
-            "usage": self._usage_record(),
+            "usage": counts(
+                usage.prompt_tokens, usage.completion_tokens, prompt_tokens_details=cached
+            ),
         }
 
     def usage(self) -> Usage:
-        """Counts of all prompts."""
         total = sum(map(len, self._prompts))
         written = sum(len(seq.generated) for seq in self._answers)
         if self._group is not None:
@@ -272,15 +238,6 @@ class _Completions:
         else:
             cached = sum(seq.usage().cached_tokens for seq in self._answers)
         return Usage(total, written, max(0, min(cached, total)))
-
-    def _usage_record(self) -> Record:
-        usage = self.usage()
-        return {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        }
 
     def _choice(self, number: int) -> Record:
         body, text, chances = self._body, "", Chances()

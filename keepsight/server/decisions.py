@@ -7,7 +7,6 @@ request share is read once.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
@@ -16,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Discriminator, Field, Tag
 
 from keepsight.core.sequence import Sequence as Answer
@@ -24,24 +23,30 @@ from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.questions.decide import Decisions
 from keepsight.report import GroupReport, Report
-from keepsight.server.access import Visit, body_of, body_schema, visit_of
-from keepsight.server.errors import ApiError, invalid
+from keepsight.server.access import Visit, posts
+from keepsight.server.chat import counts
+from keepsight.server.errors import ApiError, invalid, missing
 from keepsight.server.media import MessageReader
 from keepsight.server.schema import (
+    BY_FORM,
+    PARTS,
+    RECORD,
+    TEXT,
     Body,
     ChatMessage,
-    Detail,
     ImagePart,
     Inner,
     KeepsightOptions,
     Label,
     Name,
     Part,
+    RefusalPart,
     Salt,
     Text,
+    TextPart,
     Where,
+    kind_of,
 )
-from keepsight.server.streaming import unless_gone
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
@@ -62,20 +67,10 @@ class SharedFields(Body):
     keepsight: KeepsightOptions | None = None
 
 
-def _form(value: object) -> str:
-    return "as parts" if isinstance(value, list) else "as text"
-
-
-def _state_form(value: object) -> str:
-    return "as record" if isinstance(value, dict) else _form(value)
-
-
 # -- System One ----------------------------------------------------------------------------------
 
 
 class Asset(Inner):
-    """An image of System One."""
-
     type: Literal["image"] = "image"
     format: Label | None = None
     data_base64: Where
@@ -86,10 +81,10 @@ class SystemOneRequest(SharedFields):
     them in texts."""
 
     state: Annotated[
-        Annotated[Text, Tag("as text")]
-        | Annotated[dict[str, object], Tag("as record")]
-        | Annotated[list[object], Tag("as parts")],
-        Discriminator(_state_form),
+        Annotated[Text, TEXT]
+        | Annotated[dict[str, object], RECORD]
+        | Annotated[list[object], PARTS],
+        BY_FORM,
     ]
     questions: Annotated[
         dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
@@ -100,53 +95,27 @@ class SystemOneRequest(SharedFields):
 # -- OpenAI's Decisions --------------------------------------------------------------------------
 
 
-class InputText(Inner):
-    """Text, of the input or of an earlier answer."""
-
-    type: Literal["input_text", "output_text"]
-    text: Text
-
-
-class InputRefusal(Inner):
-    """A refusal in an earlier answer."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-
-class InputImage(Inner):
-    """A picture: a data URL, or an address."""
-
+class InputImage(ImagePart):
     type: Literal["input_image"]
     image_url: Where
-    detail: Detail | None = None
 
 
 class InputJson(Inner):
-    """Data, shown as text."""
-
     type: Literal["input_json"]
     data: dict[str, object] | list[dict[str, object]]
 
 
-InputPart = Annotated[InputText | InputRefusal | InputImage | InputJson, Discriminator("type")]
-InputContent = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[InputPart], Tag("as parts")],
-    Discriminator(_form),
-]
+InputPart = Annotated[TextPart | RefusalPart | InputImage | InputJson, Discriminator("type")]
+InputContent = Annotated[Annotated[Text, TEXT] | Annotated[list[InputPart], PARTS], BY_FORM]
 
 
 class InputMessage(Inner):
-    """A message of the input."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "developer", "system", "assistant"]
     content: InputContent
 
 
 class InputCall(Inner):
-    """A call of a tool."""
-
     type: Literal["function_call", "custom_tool_call"]
     call_id: Name
     name: Name
@@ -155,16 +124,13 @@ class InputCall(Inner):
 
 
 class InputOutput(Inner):
-    """What a tool gave."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
     output: InputContent
 
 
 def _item(value: object) -> str:
-    got = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    kind = "message" if got is None else got
+    kind = kind_of(value, "message")
     if kind in ("function_call", "custom_tool_call"):
         return "as call"
     return "as output" if str(kind).endswith("_output") else "as message"
@@ -179,23 +145,17 @@ InputItem = Annotated[
 
 
 class Predicate(Inner):
-    """Is it true?"""
-
     type: Literal["predicate"]
     name: Name | None = None
     instructions: InputContent
 
 
 class ChoiceOption(Inner):
-    """One option; a text and a boolean are never the same."""
-
     value: str | bool
     description: Text | None = None
 
 
 class Choice(Inner):
-    """Which of these?"""
-
     type: Literal["choice"]
     name: Name | None = None
     instructions: InputContent
@@ -203,15 +163,11 @@ class Choice(Inner):
 
 
 class ScoreLevel(Inner):
-    """One level of a scale."""
-
     label: Annotated[str, Field(min_length=1)]
     description: Text | None = None
 
 
 class Rating(Inner):
-    """How much, on a scale whose levels are given from the lowest?"""
-
     type: Literal["score"]
     name: Name | None = None
     instructions: InputContent
@@ -227,9 +183,7 @@ class DecisionsRequest(SharedFields):
     }
 
     input: Annotated[
-        Annotated[Text, Tag("as text")]
-        | Annotated[list[InputItem], Field(min_length=1), Tag("as parts")],
-        Discriminator(_form),
+        Annotated[Text, TEXT] | Annotated[list[InputItem], Field(min_length=1), PARTS], BY_FORM
     ]
     questions: Annotated[
         list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
@@ -243,14 +197,10 @@ class DecisionsRequest(SharedFields):
 
 
 class ManyParts(Inner):
-    """A query or a document in parts, pictures among them."""
-
     content: Annotated[list[Part], Field(min_length=1)]
 
 
 class PlainText(Inner):
-    """A document as a record."""
-
     text: Text
 
 
@@ -262,15 +212,13 @@ def _kind_of_document(value: object) -> str:
 
 
 Document = Annotated[
-    Annotated[Text, Tag("as text")]
-    | Annotated[ManyParts, Tag("as parts")]
-    | Annotated[PlainText, Tag("as record")],
+    Annotated[Text, TEXT] | Annotated[ManyParts, PARTS] | Annotated[PlainText, RECORD],
     Discriminator(_kind_of_document),
 ]
 Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
 OneOrMany = Annotated[
-    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as text")],
-    Discriminator(_form),
+    Annotated[Documents, PARTS] | Annotated[Document, TEXT],
+    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as text"),
 ]
 
 
@@ -288,30 +236,18 @@ class ScoreRequest(SharedFields):
     instruction: Text | None = None
 
     def sides(self) -> tuple[list[Document], list[Document]]:
-        """Both sides, under whatever names they were sent."""
         pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
         for names in pairs:
             one, two = (getattr(self, name) for name in names)
             if one is None and two is None:
                 continue
-            missing = names[0] if one is None else names[1]
             if one is None or two is None:
-                raise ApiError(
-                    400,
-                    f"missing required parameter: {missing!r}",
-                    param=missing,
-                    code="missing_required_parameter",
-                )
+                raise missing(names[0] if one is None else names[1])
             one, two = ([side] if not isinstance(side, list) else side for side in (one, two))
             if len(one) not in (1, len(two)):
                 raise invalid(names[0], f"{len(one)} of {names[0]} for {len(two)} of {names[1]}")
             return one * (len(two) if len(one) == 1 else 1), two
-        raise ApiError(
-            400,
-            "missing required parameter: 'text_1'",
-            param="text_1",
-            code="missing_required_parameter",
-        )
+        raise missing("text_1")
 
 
 class RerankRequest(SharedFields):
@@ -328,132 +264,90 @@ class RerankRequest(SharedFields):
 
 # -- routes --------------------------------------------------------------------------------------
 
-BODIES = (SystemOneRequest, DecisionsRequest, ScoreRequest, RerankRequest)
-PATHS = ("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank")
-
 
 def routes(service: Service) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["decisions"])
 
-    @router.post(
-        "/v1/systemone", operation_id="systemone", openapi_extra=body_schema(SystemOneRequest)
-    )
-    async def systemone(
-        body: Annotated[SystemOneRequest, body_of(SystemOneRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/systemone", SystemOneRequest, "systemone")
+    async def systemone(body: SystemOneRequest, visit: Visit) -> object:
         """Typed questions (`noul`, `choice`, `score`) about a state, as in Transformers."""
 
         def build(reader: MessageReader) -> list[Record]:
             assets = _assets(reader, body.assets)
             return [{"state": body.state, "questions": body.questions, "assets": assets}]
 
-        (answers,) = await _decided(service, body, request, build)
+        (answers,) = await _decided(service, body, visit, build)
         usage = {"input_tokens": answers.usage.prompt_tokens, "output_tokens": 0}
         made = {"model": service.model.name, "answers": dict(answers), "usage": usage}
         return made | _reported(body, answers.report)
 
-    @router.post(
-        "/v1/decisions", operation_id="decisions", openapi_extra=body_schema(DecisionsRequest)
-    )
-    async def decisions(
-        body: Annotated[DecisionsRequest, body_of(DecisionsRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/decisions", DecisionsRequest, "decisions")
+    async def decisions(body: DecisionsRequest, visit: Visit) -> object:
         """Predicates, choices and scores about an input, as in OpenAI's API."""
         asked = _Asked(body)
-        (answers,) = await _decided(service, body, request, asked.build)
-        made = {
-            "model": service.model.name,
-            "answers": asked.answers(answers),
-            "usage": _usage(answers.report),
+        (answers,) = await _decided(service, body, visit, asked.build)
+        total, cached = answers.report.prompt_tokens, answers.report.cached_tokens
+        usage = {
+            "input_tokens": total,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": total,
         }
+        made = {"model": service.model.name, "answers": asked.answers(answers), "usage": usage}
         return made | _reported(body, answers.report)
 
-    @router.post("/v1/score", operation_id="score", openapi_extra=body_schema(ScoreRequest))
-    async def score(
-        body: Annotated[ScoreRequest, body_of(ScoreRequest)], request: Request
-    ) -> Record:
+    @posts(router, "/v1/score", ScoreRequest, "score")
+    async def score(body: ScoreRequest, visit: Visit) -> object:
         """How well pairs of texts or pictures fit: the probability of a yes."""
-        queries, documents = body.sides()
-        build = functools.partial(_pairs, queries, documents, body.instruction)
-        found = await _decided(service, body, request, build)
+        build = functools.partial(_pairs, *body.sides(), body.instruction)
+        found = await _decided(service, body, visit, build)
         data = [
             {"index": i, "object": "score", "score": one["relevant"]["noul"]}
             for i, one in enumerate(found)
         ]
-        return {
-            "id": f"score-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": service.model.name,
-            "data": data,
-            "usage": _plain_usage(found[0].report),
-        } | _reported(body, found[0].report)
-
-    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        router.add_api_route(
-            path,
-            _rerank(service),
-            methods=["POST"],
-            operation_id="rerank" + path.replace("/", "_"),
-            openapi_extra=body_schema(RerankRequest),
-            include_in_schema=path == "/v1/rerank",
+        more = {"object": "list", "created": int(time.time()), "data": data}
+        return {**_head("score", service, found[0].report), **more} | _reported(
+            body, found[0].report
         )
-    return router
 
-
-def _rerank(service: Service) -> Callable[..., object]:
-    async def rerank(
-        body: Annotated[RerankRequest, body_of(RerankRequest)], request: Request
-    ) -> Record:
+    async def rerank(body: RerankRequest, visit: Visit) -> object:
         """Documents by how well they fit a query, the best first."""
         queries = [body.query] * len(body.documents)
         build = functools.partial(_pairs, queries, body.documents, body.instruction)
-        found = await _decided(service, body, request, build)
+        found = await _decided(service, body, visit, build)
         results = [
             {"index": i, "relevance_score": one["relevant"]["noul"]}
             | ({} if body.return_documents is False else {"document": _shown(document)})
             for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
         ]
         results.sort(key=lambda one: -one["relevance_score"])
-        return {
-            "id": f"rerank-{uuid.uuid4().hex}",
-            "model": service.model.name,
-            "usage": _plain_usage(found[0].report),
-            "results": results[: body.top_n or None],
-        } | _reported(body, found[0].report)
+        more = {"results": results[: body.top_n or None]}
+        return {**_head("rerank", service, found[0].report), **more} | _reported(
+            body, found[0].report
+        )
 
-    return rerank
+    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+        name, shown = "rerank" + path.replace("/", "_"), path == "/v1/rerank"
+        posts(router, path, RerankRequest, name, include_in_schema=shown)(rerank)
+    return router
+
+
+def _head(kind: str, service: Service, report: GroupReport) -> Record:
+    cached = {"cached_tokens": report.cached_tokens}
+    usage = counts(report.prompt_tokens, 0, prompt_tokens_details=cached)
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "model": service.model.name, "usage": usage}
 
 
 async def _decided(
     service: Service,
     body: SharedFields,
-    request: Request,
+    visit: Visit,
     build: Callable[[MessageReader], list[Record]],
 ) -> list[Decisions]:
-    """The decisions of a body, computed beside the requests of others."""
-    visit = visit_of(request)
-    visit.unused.sift(body)
-    visit.fields["model"] = body.model
-    service.model.check_name(body.model)
-    caller = visit.who()
-    tenant = caller.salted(body.cache_salt)
-
-    def requests() -> list[Record]:
-        reader = MessageReader(
-            service.config,
-            service.files,
-            caller.tenant,
-            body.limits(),
-            service.model.sizes,
-            visit.unused,
-            service.bindings,
-            tenant,
-        )
-        return build(reader)
-
-    asked = await unless_gone(request, service.threads.wait(requests), visit)
+    tenant = visit.who().salted(body.cache_salt)
+    asked = await service.threads.wait(lambda: build(service.reader(body, visit)))
 
     def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
         try:
@@ -461,69 +355,31 @@ async def _decided(
         except InputError as error:
             if (field := _FIELD.match(str(error))) is None:
                 raise
-            raise ApiError(400, str(error), param=field[0], code="invalid_value") from error
+            raise invalid(field[0], str(error)) from error
 
-    found = await on_errand(service, request, visit, decide)
-    measured(service, visit, found[0].report)
+    found = await on_errand(service, visit, decide)
+    usage, times = found[0].report.usage, found[0].report.milliseconds
+    visit.who().spend(usage.prompt_tokens)
+    visit.answered(usage, Report(milliseconds=times), "stop")
     return found
 
 
 async def on_errand(
-    service: Service,
-    request: Request,
-    visit: Visit,
-    work: Callable[[Callable[[Sequence[Answer]], None]], T],
+    service: Service, visit: Visit, work: Callable[[Callable[[Sequence[Answer]], None]], T]
 ) -> T:
     """The result of some work that runs sequences; they end when the client hangs up, or when the
     time is over."""
     errand = service.scheduler.together.errand(visit.who().account)
-    seconds = service.config.seconds("request_timeout")
     try:
-        async with asyncio.timeout(seconds):
-            waiting = service.threads.wait(lambda: work(errand.run))
-            return await unless_gone(request, waiting, visit)
-    except TimeoutError:
-        text = f"the answer took longer than {seconds:.0f} s"
-        raise ApiError(504, text, code="timeout") from None
+        async with service.time_limit():
+            return await service.threads.wait(lambda: work(errand.run))
     finally:
         errand.cancel()
-
-
-def measured(service: Service, visit: Visit, report: GroupReport) -> None:
-    """Count what was computed, for the metrics, the key and the log."""
-    usage = report.usage
-    as_one = Report(milliseconds=report.milliseconds)
-    service.metrics.answered(usage, as_one)
-    visit.who().spend(usage.prompt_tokens)
-    visit.answered(usage, as_one, "stop")
 
 
 def _reported(body: SharedFields, report: GroupReport) -> Record:
     wanted = body.keepsight is not None and body.keepsight.report
     return {"keepsight": {"report": report.to_dict()}} if wanted else {}
-
-
-def _usage(report: GroupReport) -> Record:
-    """Counts in the form of OpenAI's Decisions."""
-    return {
-        "input_tokens": report.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": report.cached_tokens,
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": report.prompt_tokens,
-    }
-
-
-def _plain_usage(report: GroupReport) -> Record:
-    return {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": 0,
-        "total_tokens": report.prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
-    }
 
 
 # -- pictures ------------------------------------------------------------------------------------
@@ -562,22 +418,36 @@ def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[obje
 class _Pictures:
     """The pictures of a request, each with a placeholder that occurs in no text of it."""
 
-    def __init__(self, texts: Iterator[str]) -> None:
-        whole, self._mark = "\0".join(texts), "picture"
+    def __init__(self, texts: Iterator[str], place: str) -> None:
+        whole, self._mark, self._place = "\0".join(texts), "picture", place
         while f"<{self._mark}-" in whole:
             self._mark += "'"
-        self.urls: list[str] = []
+        self._names: dict[str, str] = {}  # placeholders, by addresses
 
-    def placed(self, url: str) -> str:
-        """The placeholder of a picture; the same address is one picture."""
-        if url not in self.urls:
-            self.urls.append(url)
-        return f"<{self._mark}-{self.urls.index(url) + 1}>"
+    def text(self, content: str | Sequence[InputPart | Part]) -> str:
+        """Some content as a text with placeholders; the same address is one picture."""
+        if isinstance(content, str):
+            return content
+        words = []
+        for part in content:
+            if isinstance(part, ImagePart):
+                where = part.image_url or part.image or part.url
+                if where is None:
+                    raise invalid(self._place, "a picture needs its image_url")
+                url = where if isinstance(where, str) else where.url
+                name = f"<{self._mark}-{len(self._names) + 1}>"
+                words.append(self._names.setdefault(url, name))
+            elif isinstance(part, InputJson):
+                words.append(json.dumps(part.data, ensure_ascii=False))
+            elif isinstance(part, TextPart | RefusalPart):
+                words.append(part.text if isinstance(part, TextPart) else part.refusal)
+            else:
+                raise invalid(self._place, f"parts of the type {part.type!r} cannot be used here")
+        return "\n".join(words)
 
     def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
-        """The pictures by their placeholders."""
-        names = [f"<{self._mark}-{number + 1}>" for number in range(len(self.urls))]
-        return dict(zip(names, _images(reader, self.urls, place), strict=True))
+        images = _images(reader, [*self._names], place)
+        return dict(zip(self._names.values(), images, strict=True))
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -597,55 +467,47 @@ class _Asked:
     """A request of OpenAI's Decisions as one of System One, and its answers back."""
 
     def __init__(self, body: DecisionsRequest) -> None:
-        self._body = body
+        self._body, self._pictures = body, _Pictures(iter(()), "input")
         self._names: list[str] = []
         self._options: list[dict[str, str | bool]] = []  # of choices, by the names they have here
-        self._pictures = _Pictures(_strings(body.model_dump(include={"input", "questions"})))
-        state = self._state()
-        questions = [self._question(one) for one in body.questions]
-        self._request: Record = {
-            "state": state,
-            "questions": dict(zip(self._names, questions, strict=True)),
-        }
 
     def build(self, reader: MessageReader) -> list[Record]:
-        """The request, with its pictures read."""
-        return [{**self._request, "assets": self._pictures.assets(reader, "input")}]
+        """The request, with its pictures read; in a thread."""
+        body = self._body
+        texts = _strings(body.model_dump(include={"input", "questions"}))
+        self._pictures = _Pictures(texts, "input")
+        state = self._state()
+        questions = [self._question(one) for one in body.questions]
+        return [
+            {
+                "state": state,
+                "questions": dict(zip(self._names, questions, strict=True)),
+                "assets": self._pictures.assets(reader, "input"),
+            }
+        ]
 
     def _state(self) -> object:
         given = self._body.input
         if isinstance(given, str):
             return given
         if len(given) == 1 and isinstance(given[0], InputMessage) and given[0].role == "user":
-            return self._text(given[0].content)
+            return self._pictures.text(given[0].content)
         return [self._item(item) for item in given]
 
     def _item(self, item: InputMessage | InputCall | InputOutput) -> Record:
         if isinstance(item, InputMessage):
-            return {"role": item.role, "content": self._text(item.content)}
+            return {"role": item.role, "content": self._pictures.text(item.content)}
         if isinstance(item, InputCall):
             said = item.arguments if item.arguments is not None else item.input
             return {"call": item.name, "call_id": item.call_id, "arguments": said}
-        return {"call_id": item.call_id, "output": self._text(item.output)}
-
-    def _text(self, content: str | list[InputPart]) -> str:
-        if isinstance(content, str):
-            return content
-        return "\n".join(self._part(part) for part in content)
-
-    def _part(self, part: InputPart) -> str:
-        if isinstance(part, InputImage):
-            return self._pictures.placed(part.image_url)
-        if isinstance(part, InputJson):
-            return json.dumps(part.data, ensure_ascii=False)
-        return part.refusal if isinstance(part, InputRefusal) else part.text
+        return {"call_id": item.call_id, "output": self._pictures.text(item.output)}
 
     def _question(self, one: Predicate | Choice | Rating) -> Record:
         number = len(self._names)
         name = one.name or f"question {number + 1}"
         self._names.append(name if name not in self._names else f"{name} ({number + 1})")
         options: dict[str, str | bool] = {}
-        made: Record = {"instructions": self._text(one.instructions)}
+        made: Record = {"instructions": self._pictures.text(one.instructions)}
         if isinstance(one, Predicate):
             made["type"] = "noul"
         elif isinstance(one, Rating):
@@ -665,7 +527,6 @@ class _Asked:
         return made
 
     def answers(self, found: Decisions) -> list[Record]:
-        """The answers in the order of the questions."""
         made = []
         for number, (one, name) in enumerate(zip(self._body.questions, self._names, strict=True)):
             answer = found[name]
@@ -703,11 +564,8 @@ def _pairs(
     made = []
     for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
         texts = [*_strings(_plain(query)), *_strings(_plain(document))]
-        pictures = _Pictures(iter(texts))
-        state = {
-            "document": _with_pictures(document, pictures),
-            "query": _with_pictures(query, pictures),
-        }
+        pictures = _Pictures(iter(texts), "documents")
+        state = {"document": _said(document, pictures), "query": _said(query, pictures)}
         if instruction:
             state["instruction"] = instruction
         assets = pictures.assets(reader, f"documents[{number}]")
@@ -719,31 +577,14 @@ def _plain(document: Document) -> object:
     return document if isinstance(document, str) else document.model_dump()
 
 
-def _with_pictures(document: Document, pictures: _Pictures) -> str:
-    if isinstance(document, str):
-        return document
+def _said(document: Document, pictures: _Pictures) -> str:
     if isinstance(document, PlainText):
         return document.text
-    words = []
-    for part in document.content:
-        if isinstance(part, ImagePart):
-            place = part.image_url or part.image or part.url
-            url = place if isinstance(place, str) else place.url if place is not None else None
-            if url is None:
-                raise invalid("documents", "a picture needs its image_url")
-            words.append(pictures.placed(url))
-        elif (text := getattr(part, "text", None)) is not None:
-            words.append(text)
-        else:
-            raise invalid("documents", f"parts of the type {part.type!r} cannot be ranked")
-    return "\n".join(words)
+    return pictures.text(document if isinstance(document, str) else document.content)
 
 
 def _shown(document: Document) -> Record:
-    """A document as it is sent back."""
-    if isinstance(document, str):
-        return {"text": document}
-    if isinstance(document, PlainText):
-        return {"text": document.text}
+    if not isinstance(document, ManyParts):
+        return {"text": document if isinstance(document, str) else document.text}
     texts = [text for part in document.content if (text := getattr(part, "text", None))]
     return {"text": "\n".join(texts)}

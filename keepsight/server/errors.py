@@ -39,24 +39,6 @@ _TYPES = {
 }
 
 
-_LENGTH = {
-    "max_tokens": "here it is max_tokens",
-    "max_output_tokens": "here it is max_output_tokens",
-}
-# Names that other servers use for fields of ours; the first known one is suggested.
-ELSEWHERE: dict[str, dict[str, str]] = {
-    "max_new_tokens": _LENGTH,
-    "n_predict": _LENGTH,
-    "num_predict": _LENGTH,
-    "max_tokens": {"max_output_tokens": "did you mean max_output_tokens?"},
-    "cache_control": {"": "what was sent is remembered by itself; see /v1/cache/pin"},
-    "system": {
-        "instructions": "here it is instructions",
-        "messages": "send it as a message of the role system",
-    },
-}
-
-
 class ApiError(Exception):
     """One refusal, ready to be sent."""
 
@@ -74,13 +56,11 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> Record:
-        """The JSON of the refusal."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": body}
 
     def headers(self) -> dict[str, str]:
-        """Headers that say when to try again."""
         if self.retry_after is None:
             return {}
         return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
@@ -96,37 +76,42 @@ def invalid(param: str | None, why: str) -> ApiError:
     return ApiError(400, why, param=param, code="invalid_value")
 
 
+def missing(param: str, what: str = "") -> ApiError:
+    """The error for a parameter that is not there."""
+    text = f"missing required parameter: {param!r}{what}"
+    return ApiError(400, text, param=param, code="missing_required_parameter")
+
+
 def from_error(error: BaseException) -> ApiError | None:
     """The refusal for a library error; None if it is the server's own fault."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Busy):
-        return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
-    for kind, code in _CODES:
+    for kind, status, code, param in _TABLE:
         if isinstance(error, kind):
-            return ApiError(400, str(error), param=_param(error), code=code)
-    if isinstance(error, Closed):
-        return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-    if isinstance(error, MissingExtra):
-        return ApiError(400, f"this server lacks a library: {error}", code="unsupported_input")
+            param = error.place if isinstance(error, GrammarError) else param
+            text = _SAID.get(kind, "{}").format(error)
+            after = error.retry_after if isinstance(error, Busy) else 5 if status == 503 else None
+            return ApiError(status, text, param=param, code=code, retry_after=after)
     return None
 
 
-_CODES: tuple[tuple[type[KeepsightError], str], ...] = (
-    (PromptTooLong, "context_length_exceeded"),
-    (PinsFull, "pins_full"),
-    (ImageError, "invalid_image"),
-    (FileError, "invalid_package"),
-    (UnsupportedInput, "unsupported_input"),
-    (UnknownOption, "unknown_parameter"),
-    (InputError, "invalid_value"),
+# Errors of the library: status, code, parameter. The first that fits counts.
+_TABLE: tuple[tuple[type[KeepsightError], int, str, str | None], ...] = (
+    (Busy, 429, "queue_full", None),
+    (PromptTooLong, 400, "context_length_exceeded", "messages"),
+    (PinsFull, 400, "pins_full", None),
+    (ImageError, 400, "invalid_image", "messages"),
+    (FileError, 400, "invalid_package", "messages"),
+    (UnsupportedInput, 400, "unsupported_input", None),
+    (UnknownOption, 400, "unknown_parameter", None),
+    (InputError, 400, "invalid_value", None),
+    (Closed, 503, "shutting_down", None),
+    (MissingExtra, 400, "unsupported_input", None),
 )
-
-
-def _param(error: BaseException) -> str | None:
-    if isinstance(error, GrammarError):
-        return error.place
-    return "messages" if isinstance(error, ImageError | PromptTooLong | FileError) else None
+_SAID: dict[type[KeepsightError], str] = {
+    Closed: "the server is shutting down",
+    MissingExtra: "this server lacks a library: {}",
+}
 
 
 def unknown(place: str, known: Iterable[str]) -> ApiError:
@@ -137,13 +122,9 @@ def unknown(place: str, known: Iterable[str]) -> ApiError:
 
 def hint_for(place: str, known: Iterable[str]) -> str:
     """A hint at the known name that may have been meant."""
-    head, _, name = place.rpartition(".")
-    names = set(known)
-    for here, hint in ELSEWHERE.get(name, {}).items():
-        if not here or here in names:
-            return hint
-    near = difflib.get_close_matches(name[:100], sorted(names), n=1, cutoff=0.7)
-    return f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
+    head, dot, name = place.rpartition(".")
+    near = difflib.get_close_matches(name[:100], sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {head}{dot}{near[0]}?" if near else "see /docs"
 
 
 def from_validation(
@@ -157,8 +138,7 @@ def from_validation(
         alone = len(first["loc"]) == 1 and body is not None
         return unknown(place, body.model_fields if alone and body is not None else ())
     if kind == "missing":
-        what = f"missing required parameter: {place!r}"
-        return ApiError(400, what, param=place, code="missing_required_parameter")
+        return missing(place)
     if not place:
         text = "the body is not a JSON object; is it sent with Content-Type: application/json?"
         return ApiError(400, text, code="invalid_json")

@@ -22,18 +22,16 @@ from keepsight.server.errors import ApiError
 _REDIRECTS = 5
 _CHUNK = 1 << 16
 _MOVED = (301, 302, 303, 307, 308)
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# Reserved networks without hosts of the public internet. Versions of Python know different parts of
-# this list. Public IPv6 starts with 2000::/3.
+# Reserved networks without hosts of the public internet, and tunnels to IPv4. Versions of Python
+# know different parts of this list. Public IPv6 starts with 2000::/3.
 _UNICAST = ipaddress.ip_network("2000::/3")
-_6TO4 = ipaddress.ip_network("2002::/16")  # as public as the embedded IPv4 address; versions differ
 _SET_APART = [
     ipaddress.ip_network(network)
     for network in (
         "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
         "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16",
         "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
-        "2001::/23", "2001:db8::/32", "3fff::/20",
+        "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20",
     )
 ]  # fmt: skip
 _ISATAP = (0x00005EFE, 0x02005EFE)  # prefix before an embedded IPv4 address
@@ -48,7 +46,6 @@ class Fetcher:
     allow_private: bool = False
 
     def fetch(self, url: str) -> bytes:
-        """The bytes behind a URL; called in a worker thread."""
         deadline = time.monotonic() + self.seconds
         for _ in range(_REDIRECTS + 1):
             answer = self._once(url, deadline)
@@ -88,21 +85,16 @@ class Fetcher:
             connection.close()
 
     def _read(self, response: http.client.HTTPResponse, url: str) -> bytes:
-        length = response.getheader("Content-Length") or ""
-        if length.isascii() and length.isdigit() and int(length) > self.max_bytes:
+        if (response.length or 0) > self.max_bytes:
             raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            part = response.read1(_CHUNK)
-            if not part:
-                if response.length:  # fewer bytes than announced
-                    raise http.client.IncompleteRead(b"", response.length)
-                return b"".join(parts)
-            size += len(part)
-            if size > self.max_bytes:
+        data = bytearray()
+        while part := response.read1(_CHUNK):
+            data += part
+            if len(data) > self.max_bytes:
                 raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
-            parts.append(part)
+        if response.length:  # fewer bytes than announced
+            raise http.client.IncompleteRead(b"", response.length)
+        return bytes(data)
 
     def _resolve(self, host: str, port: int, url: str, deadline: float) -> str:
         addresses: list[str] = []
@@ -132,28 +124,14 @@ class Fetcher:
 def is_public(text: str) -> bool:
     """Whether an address belongs to the public internet, in any notation."""
     try:
-        address: _Address = ipaddress.ip_address(text.partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return False
-    return all(map(_is_of_everybody, _meanings(address)))
-
-
-def _is_of_everybody(address: _Address) -> bool:
-    if address.version == 6 and address not in _UNICAST:
-        return False
-    is_global = address.is_global or address in _6TO4
-    return is_global and not any(address in network for network in _SET_APART)
-
-
-def _meanings(address: _Address) -> list[_Address]:
-    """The address, and the IPv4 address embedded in it, if any."""
-    found: list[_Address] = [address]
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.sixtofour is not None:
-            found.append(address.sixtofour)
-        if int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
-            found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-    return found
+    if address.version == 6:
+        tunnel = int(address) >> 32 & 0xFFFFFFFF in _ISATAP
+        if tunnel or address not in _UNICAST:
+            return False
+    return address.is_global and not any(address in network for network in _SET_APART)
 
 
 class _Pinned(http.client.HTTPConnection):
@@ -165,7 +143,6 @@ class _Pinned(http.client.HTTPConnection):
         self._address, self._scheme = address, scheme
 
     def connect(self) -> None:
-        """Connect to the address; the name is only used for TLS and the Host header."""
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
         if self._scheme == "https":
             context = ssl.create_default_context()

@@ -1,5 +1,7 @@
-"""The log of requests: JSON lines for programs, or short lines on a terminal, whose last line
-always tells the server's address."""
+"""The log of requests: JSON lines for programs, short lines on a terminal.
+
+No word or picture of anybody is in it.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,17 @@ import logging
 import os
 import sys
 import time
-from typing import TextIO
 
 from keepsight.kinds import Record
 
 requests = logging.getLogger("keepsight.server.requests")
 
-_ERASE = "\r\x1b[2K"  # to the start of the line, and nothing in it
-_YELLOW, _RED, _DIM, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
+_YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 _PAGE = "/page/"
 _SHOWN = 120  # most characters of names that a client sent
 
 
 def note(record: Record) -> None:
-    """Write the line of one request."""
     requests.info(json.dumps(record), extra={"request": record})
 
 
@@ -49,63 +48,28 @@ def short(record: Record) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in "  ".join(words))
 
 
-class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes short lines above a status line."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self._stays = ""
-        self._colours = "NO_COLOR" not in os.environ
+class ShortFormatter(logging.Formatter):
+    """Requests in short form and in colour, for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A request in short form; anything else unchanged."""
         request = getattr(record, "request", None)
         if request is None:
             return super().format(record)
-        status = request["status"]
-        return self._in(_RED if status >= 500 else _YELLOW if status >= 400 else "", short(request))
+        colour = _RED if request["status"] >= 500 else _YELLOW if request["status"] >= 400 else ""
+        text = short(request)
+        return f"{colour}{text}{_PLAIN}" if colour and "NO_COLOR" not in os.environ else text
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line in place of the status line, and the status line below it.
 
-        Successful requests for the page's own files are left out, two dozen per visit. The log for
-        programs has them.
-        """
-        request = getattr(record, "request", None)
-        if request and request["path"].startswith(_PAGE) and (request["status"] or 500) < 400:
-            return
-        try:
-            self.stream.write(f"{_ERASE}{self.format(record)}\n{self._last()}")
-            self.flush()
-        except Exception:  # like logging's own handlers: a logging error breaks no request
-            self.handleError(record)
-
-    def stay(self, text: str) -> None:
-        """Set the status line; empty for none."""
-        self.acquire()
-        try:
-            self._stays = text
-            self.stream.write(f"{_ERASE}{self._last()}")
-            self.flush()
-        finally:
-            self.release()
-
-    def _last(self) -> str:
-        try:
-            width = os.get_terminal_size(self.stream.fileno()).columns or 80
-        except (OSError, ValueError):
-            width = 80
-        return self._in(_DIM, self._stays[: width - 1]) if self._stays else ""
-
-    def _in(self, colour: str, text: str) -> str:
-        return f"{colour}{text}{_PLAIN}" if self._colours and colour else text
+def no_page_files(record: logging.LogRecord) -> bool:
+    """Whether a line is for a terminal: the page's own files, two dozen per visit, are not."""
+    request = getattr(record, "request", None)
+    return not (request and request["path"].startswith(_PAGE) and 0 < request["status"] < 400)
 
 
 class JsonFormatter(logging.Formatter):
     """Every line as JSON: requests as they are written, problems with time, level and text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the record holds."""
         text = super().format(record)
         if hasattr(record, "request"):
             return text
@@ -113,14 +77,15 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(about)
 
 
-def start(wanted: bool, as_json: bool = False) -> TerminalHandler | None:
-    """Start logging to standard error, problems as text unless all is to be JSON; return the
-    terminal's handler."""
-    terminal = None
-    if wanted and not as_json and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        terminal = TerminalHandler(sys.stderr)
-    handler = terminal or logging.StreamHandler(sys.stderr)
-    handler.setFormatter((JsonFormatter if as_json else logging.Formatter)("%(message)s"))
+def start(wanted: bool, as_json: bool = False) -> None:
+    """Start logging to standard error: short lines on a terminal; elsewhere requests as JSON, and
+    problems as text unless all is to be JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    if as_json:
+        handler.setFormatter(JsonFormatter("%(message)s"))
+    elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        handler.setFormatter(ShortFormatter("%(message)s"))
+        handler.addFilter(no_page_files)
     for name, level in (("keepsight.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.setLevel(level)
@@ -128,4 +93,3 @@ def start(wanted: bool, as_json: bool = False) -> TerminalHandler | None:
             logger.addHandler(handler)
         logger.propagate = False
     requests.disabled = not wanted
-    return terminal

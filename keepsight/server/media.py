@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import binascii
 import contextlib
-import dataclasses
 import functools
 import io
 import math
 import re
 import stat
-import threading
 import urllib.parse
 import urllib.request
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,43 +42,6 @@ from keepsight.server.schema import Unused, is_empty
 from keepsight.server.turns import LARGE_PICTURES, LARGE_TEXT, RenderedMessages
 from keepsight.system.optional import optional
 from keepsight.system.places import expanded
-
-_MOST = 20_000  # names per key; the least recently used is dropped
-
-
-class Bindings:
-    """Names with the digests of their content. Each salt has separate names; the limit applies to
-    the key."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, OrderedDict[tuple[str, str], str]] = {}
-        self._lock = threading.Lock()
-
-    def bind(self, owner: str, whose: str, name: str, data: bytes, place: str) -> None:
-        """Bind a tenant's name to some bytes, or refuse it if it is bound to others."""
-        digest = digests.digest("named by a client", data)
-        key = (whose, digests.digest("name of a client", name))
-        with self._lock:
-            known = self._known.setdefault(owner, OrderedDict())
-            bound = known.setdefault(key, digest)
-            known.move_to_end(key)
-            while len(known) > _MOST:
-                known.popitem(last=False)
-        if bound != digest:
-            text = (
-                f"{place}: this uuid was sent with other content before; a name means one picture"
-            )
-            raise ApiError(409, text, param=place, code="uuid_conflict")
-
-    def forget(self, whose: str | None = None) -> None:
-        """Drop the names of one tenant, or of all."""
-        with self._lock:
-            if whose is None:
-                self._known.clear()
-            for owner, known in self._known.items():
-                left = ((key, bound) for key, bound in known.items() if key[0] != whose)
-                self._known[owner] = OrderedDict(left)
-
 
 _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
 
@@ -122,12 +82,8 @@ def check_sound(data: bytes, most: int) -> None:
 
 
 def _clip_too_large(what: str, most: int) -> ApiError:
-    return ApiError(
-        400,
-        f"{what} would take more than {most} bytes when decoded; send a shorter or smaller one",
-        param="messages",
-        code="media_clip_too_large",
-    )
+    text = f"{what} would take more than {most} bytes when decoded; send a shorter or smaller one"
+    return ApiError(400, text, param="messages", code="media_clip_too_large")
 
 
 _ALONE = (
@@ -156,20 +112,6 @@ def package_in(data: bytes, place: str, part: schema.PicturePart | None, unused:
     for name in _SIZES:
         if getattr(part, name, None) is not None:
             unused.add(f"{place}.{name}", "features are as they were made")
-    return found
-
-
-def text_of(part: schema.EmbedsPart, place: str) -> str:
-    """The file in a part of type image_embeds, as text."""
-    if not isinstance(part.image_embeds, str) or not part.image_embeds:
-        raise refused(f"{place}.image_embeds", _ALONE)
-    return part.image_embeds
-
-
-def features_only(found: list[Record], place: str) -> list[Record]:
-    """Refuse a file that should be a package and is not."""
-    if not all(isinstance(one.get("image"), Package) for one in found):
-        raise refused(f"{place}.image_embeds", _ALONE)
     return found
 
 
@@ -244,12 +186,8 @@ def _shrunk(data: bytes, cap: int) -> Image.Image:
 
 
 def _too_large(what: str, largest: int, hint: str) -> ApiError:
-    return ApiError(
-        400,
-        f"{what}, this server takes at most {largest} pixels; {hint}",
-        param="messages",
-        code="image_too_large",
-    )
+    text = f"{what}, this server takes at most {largest} pixels; {hint}"
+    return ApiError(400, text, param="messages", code="image_too_large")
 
 
 def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
@@ -268,34 +206,25 @@ def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> I
                 what = f"a PDF has {count} pages; expected 1 to {most} in one request"
                 raise invalid("messages", what)
             for number in range(count):
-                _check_page(document.get_page_size(number), number, cap, dpi, largest)
+                size = document.get_page_size(number)
+                width, height = (max(1, round(side * _scale(size, cap, dpi))) for side in size)
+                if width * height > largest:
+                    what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
+                    raise _too_large(what, largest, "with max_pixels it is drawn smaller")
         finally:
             document.close()
     name = digests.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
     for number in range(count):
-        yield dataclasses.replace(_page(data, name, number, cap, dpi), options=shown.options)
+        label = f"page {number + 1} of a PDF"
+        page = digests.digest("sent pdf page", name, number, dpi, cap)
+        draw = functools.partial(_drawn, data, number, cap, dpi, label)
+        yield Source(page, draw, label, [], options=shown.options)
 
 
 def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:
     """Pixels per point of a page, so that the picture stays below the limit."""
     scale = dpi / 72
     return scale if cap is None else min(scale, (cap / max(size[0] * size[1], 1)) ** 0.5)
-
-
-def _check_page(
-    size: tuple[float, float], number: int, cap: int | None, dpi: int, largest: int
-) -> None:
-    scale = _scale(size, cap, dpi)
-    width, height = (max(1, round(side * scale)) for side in size)
-    if width * height > largest:
-        what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
-        raise _too_large(what, largest, "with max_pixels it is drawn smaller")
-
-
-def _page(data: bytes, name: str, number: int, cap: int | None, dpi: int) -> Source:
-    label = f"page {number + 1} of a PDF"
-    page = digests.digest("sent pdf page", name, number, dpi, cap)
-    return Source(page, lambda: _drawn(data, number, cap, dpi, label), label, [])
 
 
 def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> Image.Image:
@@ -334,7 +263,9 @@ def waits(messages: list[schema.ChatMessage]) -> bool:
         scheme(address) in FETCHED
         or (address.startswith(_ON_DISK) and len(address) <= _LONGEST_PATH)
         for message in messages
-        for address in _addresses(message)
+        for given in (message.images, message.content)
+        if isinstance(given, list)
+        for address in _texts(given)
     )
 
 
@@ -343,18 +274,14 @@ def scheme(url: str) -> str:
     return url[:8].partition(":")[0].lower()
 
 
-def _addresses(message: schema.ChatMessage) -> Iterator[str]:
-    """All texts of a message that may be addresses."""
-    yield from (image for image in message.images or () if isinstance(image, str))
-    for part in message.content if isinstance(message.content, list) else ():
-        if not isinstance(part, WORDS):
-            yield from _texts(part)
-
-
 def _texts(value: object) -> Iterator[str]:
+    """All texts in a value that may be addresses."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, BaseModel):
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, BaseModel) and not isinstance(value, WORDS):
         for name in type(value).model_fields:
             yield from _texts(getattr(value, name))
 
@@ -372,8 +299,6 @@ class MessageReader:
     limits: tuple[int | None, int | None] = (None, None)  # of the request, in pixels
     sizes: ImageSizes = field(default_factory=lambda: ImageSizes(None, {}))
     unused: Unused = field(default_factory=Unused)
-    bindings: Bindings | None = None  # names that clients gave to pictures
-    whose: str = ""  # tenant with the request's salt, which owns these names
     images: int = 0
     pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
@@ -381,16 +306,11 @@ class MessageReader:
 
     def messages(self, messages: list[schema.ChatMessage], template: str) -> RenderedMessages:
         """All messages, for a template that must have a place for their contents."""
-        if len(messages) > self.config.max_messages:
-            raise invalid(
-                "messages",
-                f"{len(messages)} messages, this server takes at most {self.config.max_messages}",
-            )
-        for message in messages:
-            if message.tool_calls and "tool_calls" not in template:
-                raise refused(
-                    "messages", "the chat template of this model has no place for tool_calls"
-                )
+        if len(messages) > (most := self.config.max_messages):
+            what = f"{len(messages)} messages, this server takes at most {most}"
+            raise invalid("messages", what)
+        if "tool_calls" not in template and any(message.tool_calls for message in messages):
+            raise refused("messages", "the chat template of this model has no place for tool_calls")
         self._check_number(messages)
         self._shows_names = _NAME.search(template) is not None
         made = RenderedMessages(self._message(m, *m.places(i)) for i, m in enumerate(messages))
@@ -423,14 +343,10 @@ class MessageReader:
             made["content"] = [*shown, *made["content"]]
         if message.role == "tool" and message.tool_call_id is None:
             raise invalid(f"{place}.tool_call_id", "a tool's message needs its tool_call_id")
-        more = {
-            "name": message.name,
-            "tool_call_id": message.tool_call_id,
-            "reasoning_content": message.thought() or _thought_in(message.content),
-        }
-        for name, value in more.items():
-            if value is not None:
-                made[name] = value
+        thought = message.thought() or _thought_in(message.content)
+        more = {"name": message.name, "tool_call_id": message.tool_call_id}
+        more["reasoning_content"] = thought
+        made |= {name: value for name, value in more.items() if value is not None}
         if message.tool_calls:
             calls = enumerate(message.tool_calls)
             made["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in calls]
@@ -484,16 +400,19 @@ class MessageReader:
             where, field_name = _one_of(part, _HOLDERS, place)
             return self._image(part, where, f"{place}.{field_name}", place)
         if isinstance(part, schema.EmbedsPart):
-            inside, text = f"{place}.image_embeds", text_of(part, place)
-            return features_only(self._bare([text], inside), place)
+            inside, text = f"{place}.image_embeds", part.image_embeds
+            found = self._bare([text], inside) if text and isinstance(text, str) else [{}]
+            if not all(isinstance(one.get("image"), Package) for one in found):
+                raise refused(inside, _ALONE)
+            return found
         if isinstance(part, schema.VideoPart):
             where, _ = _one_of(part, ("video_url", "video", "url", "path"), place)
             data = self._bytes(where if isinstance(where, str) else where.url or "", place)
-            return [self._video(self._bound(part.uuid, data, place))]
+            return [self._video(data)]
         if isinstance(part, schema.SoundPart):
             data = _decoded(part.input_audio.data, place)
-            check_sound(data, self.config.bytes("clip_bytes"))
-            return [{"type": "audio", "audio": self._bound(part.uuid, data, place)}]
+            check_sound(data, self.config.clip_bytes)
+            return [{"type": "audio", "audio": data}]
         return self._file(part, place)
 
     def _image(
@@ -533,7 +452,7 @@ class MessageReader:
         return made
 
     def _video(self, data: bytes) -> Record:
-        check_video(data, self.config.bytes("clip_bytes"))
+        check_video(data, self.config.clip_bytes)
         return {"type": "video", "video": data}
 
     def _shown(self, part: schema.PicturePart | None, detail: str | None, place: str) -> SentImage:
@@ -544,12 +463,6 @@ class MessageReader:
         return self.sizes.shown(
             self.limits[0] if least is None else least, most, place, self.unused
         )
-
-    def _bound(self, uuid: str | None, data: bytes, place: str) -> bytes:
-        """The bytes unchanged, after their client's name is bound to them."""
-        if uuid is not None and self.bindings is not None:
-            self.bindings.bind(self.tenant, self.whose, uuid, data, f"{place}.uuid")
-        return data
 
     def _file(self, part: schema.FilePart | schema.InputFile, place: str) -> list[Record]:
         held, inside = (
@@ -562,8 +475,6 @@ class MessageReader:
         self, data: bytes, shown: SentImage, place: str, part: schema.PicturePart | None = None
     ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, depending on the bytes."""
-        if part is not None:
-            self._bound(part.uuid, data, place)
         if not is_pdf(data) and is_video(data):
             return [self._video(data)]
         found: list[bytes | Source | Package]
@@ -590,8 +501,8 @@ class MessageReader:
             return _decoded(url, place)
         if where_from in FETCHED:
             if url not in self._fetched:
-                left = self.config.bytes("url_bytes") - sum(map(len, self._fetched.values()))
-                seconds = self.config.seconds("url_timeout")
+                left = self.config.url_bytes - sum(map(len, self._fetched.values()))
+                seconds = self.config.url_timeout
                 fetcher = Fetcher(max(left, 0), seconds, self.config.allow_private_urls)
                 self._fetched[url] = fetcher.fetch(url)
             return self._fetched[url]
@@ -601,13 +512,9 @@ class MessageReader:
 
     def _local(self, url: str, place: str) -> bytes:
         """A file under an allowed folder. Forbidden files look like absent ones."""
-        refusal = ApiError(
-            400,
-            f"{place}: expected an http(s) URL, a data URI or the id of an uploaded file; local "
-            "files are read only under folders that the server allows (--allow-path)",
-            param=place,
-            code="invalid_image_url",
-        )
+        what = "expected an http(s) URL, a data URI or the id of an uploaded file; local files are"
+        text = f"{place}: {what} read only under folders that the server allows (--allow-path)"
+        refusal = ApiError(400, text, param=place, code="invalid_image_url")
         if not self.config.allow_path or "\0" in url:
             raise refusal
         text = url
@@ -619,7 +526,7 @@ class MessageReader:
             if not Path(text).is_absolute() or not any(path.is_relative_to(r) for r in roots):
                 raise refusal
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size > self.config.bytes("url_bytes"):
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self.config.url_bytes:
                 raise refusal
             return path.read_bytes()
         except (OSError, RuntimeError, ValueError):
@@ -678,12 +585,8 @@ def _decoded(text: str, place: str) -> bytes:
             return urllib.parse.unquote_to_bytes(body)
         return from_base64(body)
     except (ValueError, binascii.Error) as error:
-        raise ApiError(
-            400,
-            f"{place} cannot be decoded ({error}); expected data:image/png;base64,...",
-            param=place,
-            code="invalid_base64",
-        ) from None
+        text = f"{place} cannot be decoded ({error}); expected data:image/png;base64,..."
+        raise ApiError(400, text, param=place, code="invalid_base64") from None
 
 
 def _bare_picture(text: str) -> bytes | None:

@@ -42,12 +42,10 @@ class Metrics:
         self._queued = Histogram("request_queue_time_seconds", "Until work begins.", **times)
 
     def finished(self, path: str, status: int, seconds: float) -> None:
-        """Count a finished request."""
         self._requests.labels(path, str(status)).inc()
         self._whole.observe(seconds)
 
     def answered(self, usage: Usage, report: Report) -> None:
-        """Count a complete answer."""
         self._prompt.inc(usage.prompt_tokens)
         self._completion.inc(usage.completion_tokens)
         self._queries.inc(usage.prompt_tokens)
@@ -65,8 +63,19 @@ class Metrics:
         self.registry.register(_State(caches, engine))
 
     def text(self) -> bytes:
-        """All metrics as text."""
         return generate_latest(self.registry)
+
+
+def _gauge(name: str, about: str, rows: Mapping[str, object], label: str = "cache") -> Metric:
+    made = GaugeMetricFamily(f"keepsight_{name}", about, labels=[label])
+    for row, value in rows.items():
+        if isinstance(value, int | float):
+            made.add_metric([row], value)
+    return made
+
+
+def _count(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(f"keepsight_{name}", about, value=value)
 
 
 class _State(Collector):
@@ -76,42 +85,22 @@ class _State(Collector):
         self._caches, self._engine = caches, engine
 
     def describe(self) -> Iterator[Metric]:
-        """No metrics before the first scrape."""
-        return iter(())
+        return iter(())  # nothing before the first scrape
 
     def collect(self) -> Iterator[Metric]:
-        """Bytes and counts per tier."""
         caches = self._caches()
-        size = GaugeMetricFamily("keepsight_cache_bytes", "Bytes held.", labels=["cache"])
-        limit = GaugeMetricFamily(
-            "keepsight_cache_budget_bytes", "Bytes allowed.", labels=["cache"]
-        )
-        for name, part in caches.items():
-            if isinstance(part, dict) and isinstance(part.get("bytes"), int | float):
-                size.add_metric([name], part["bytes"])
-            if isinstance(part, dict) and isinstance(part.get("budget"), int | float):
-                limit.add_metric([name], part["budget"])
-        yield from (size, limit)
-        yield from _of_store(caches.get("store"))
-        evicted = caches.get("prefix", {}).get("evictions")
-        if isinstance(evicted, int):
-            gone = CounterMetricFamily("keepsight_cache_evictions", "Snapshots evicted.")
-            gone.add_metric([], evicted)
-            yield gone
+        parts = {name: part for name, part in caches.items() if isinstance(part, dict)}
+        held = {name: part.get("bytes") for name, part in parts.items()}
+        allowed = {name: part.get("budget") for name, part in parts.items()}
+        yield _gauge("cache_bytes", "Bytes held.", held)
+        yield _gauge("cache_budget_bytes", "Bytes allowed.", allowed)
+        if (store := parts.get("store")) is not None:
+            state = {str(store.get("state", "ok")): 1}
+            yield _gauge("store_state", "1 for what it is.", state, "state")
+            refused = store.get("refused", 0)
+            yield _count("store_refused", "Entries that were not written.", refused)
+        if (evicted := parts.get("prefix", {}).get("evictions")) is not None:
+            yield _count("cache_evictions", "Snapshots evicted.", evicted)
         for name, value in self._engine().items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                gauge = GaugeMetricFamily(f"keepsight_engine_{name}", "Of the scheduler.")
-                gauge.add_metric([], value)
-                yield gauge
-
-
-def _of_store(stats: Record | None) -> Iterator[Metric]:
-    """What the store currently refuses, and what it has refused."""
-    if stats is None:
-        return
-    state = GaugeMetricFamily("keepsight_store_state", "1 for what it is.", labels=["state"])
-    state.add_metric([str(stats.get("state", "ok"))], 1)
-    yield state
-    refused = CounterMetricFamily("keepsight_store_refused", "Entries that were not written.")
-    refused.add_metric([], stats.get("refused", 0))
-    yield refused
+                yield GaugeMetricFamily(f"keepsight_engine_{name}", "Of the scheduler.", value)

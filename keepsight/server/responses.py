@@ -6,6 +6,7 @@ response's id; `ResponseStore` resolves ids.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -14,16 +15,15 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
-from keepsight import digests
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Record
 from keepsight.server import schema
-from keepsight.server.access import Visit, body_of, body_schema, to_api_error, visit_of
+from keepsight.server.access import Visit, posts, to_api_error, visit_of
 from keepsight.server.chat import scored_of
 from keepsight.server.errors import ApiError, invalid
 from keepsight.server.parser import OutputPiece
@@ -41,21 +41,19 @@ from keepsight.server.schema import (
 from keepsight.server.streaming import (
     STREAMED,
     AnswerEnd,
-    AnswerRequest,
     AnswerStream,
     Delta,
     EventStream,
     cached_of,
     images_of,
-    report_of,
-    timings,
-    unless_gone,
+    measured_of,
 )
+from keepsight.server.turns import LARGE_BODY
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-
+T = TypeVar("T")
 _SCORED = "message.output_text.logprobs"
 _MOST = 10_000  # responses per key
 _LONGEST = 10_000  # responses per chain
@@ -103,7 +101,7 @@ def as_chat(
     return schema.ChatRequest.model_construct(
         **same
         | {
-            "messages": _messages(body, _used(items, unused)),
+            "messages": _messages(body, items, unused),
             "tools": list(_tools(body, unused)) or None,
             "tool_choice": body.tool_choice,
             "response_format": body.text.format if body.text is not None else None,
@@ -140,73 +138,54 @@ def _tools(body: schema.ResponsesRequest, unused: Unused) -> Iterator[schema.Too
         yield schema.Tool(type="function", function=schema.Function(**fields))
 
 
-def _used(items: Sequence[Placed], unused: Unused) -> list[Placed]:
-    """The items that a prompt has a place for; others are reported."""
+def _messages(
+    body: schema.ResponsesRequest, items: Sequence[Placed], unused: Unused
+) -> list[schema.ChatMessage]:
+    """Items as messages: a thought and calls join their answer."""
+    made: list[schema.ChatMessage] = []
+    thought = ""
+
+    def add(place: str, content_place: str, **fields: Any) -> None:
+        made.append(schema.ChatMessage(**fields).called(place, content_place))
+
+    def answer(place: str, **fields: Any) -> None:
+        nonlocal thought
+        reasoning, thought = thought or None, ""
+        add(place, f"{place}.content", role="assistant", reasoning_content=reasoning, **fields)
+
+    if body.instructions is not None:
+        add("instructions", "instructions", role="system", content=body.instructions)
     for item, place in items:
         if isinstance(item, OtherItem):
             unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
-    return [placed for placed in items if not isinstance(placed[0], OtherItem)]
-
-
-def _messages(body: schema.ResponsesRequest, items: Sequence[Placed]) -> list[schema.ChatMessage]:
-    made: list[schema.ChatMessage] = []
-    if body.instructions is not None:
-        system = schema.ChatMessage(role="system", content=body.instructions)
-        made.append(system.called("instructions", "instructions"))
-    if isinstance(body.input, str) and len(items) == 1:
-        asked = schema.ChatMessage(role="user", content=body.input)
-        return [*made, asked.called("input", "input")]
-    thought: str | None = None
-    for item, place in items:
-        if isinstance(item, ThoughtItem):
-            thought = "\n".join(filter(None, (thought, _thought(item)))) or thought
             continue
-        if thought and not _answers(item):
-            made.append(_only_thought(thought))
-            thought = None
-        _append(made, item, thought, place)
-        thought = None
-    made += [_only_thought(thought)] if thought else []
+        if isinstance(item, ThoughtItem):
+            text = "".join(part.text for part in item.content or item.summary or [])
+            thought = "\n".join(filter(None, (thought, text)))
+            continue
+        said = isinstance(item, MessageItem) and item.role == "assistant"
+        if thought and not (said or isinstance(item, CallItem)):
+            answer(place, content="")  # it was cut off before its text began
+        if isinstance(item, ResultItem):
+            told = {"content": item.output, "tool_call_id": item.call_id}
+            add(place, f"{place}.output", role="tool", **told)
+        elif isinstance(item, CallItem):
+            function = schema.CalledFunction(name=item.name, arguments=item.arguments)
+            call = schema.ToolCall(id=item.call_id, function=function)
+            if made and made[-1].role == "assistant" and not thought:
+                made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+            else:
+                answer(place, tool_calls=[call])
+        elif isinstance(item, MessageItem) and said:
+            answer(place, content=item.content)
+        elif isinstance(item, MessageItem):
+            inside = place if place == "input" else f"{place}.content"
+            add(place, inside, role=item.role, content=item.content)
+    if thought:
+        answer(BEFORE, content="")
     if not made:
         raise invalid("input", "there is no message in input")
     return made
-
-
-def _thought(item: ThoughtItem) -> str:
-    """The thought itself, or its summary if only that was sent."""
-    return "".join(part.text for part in item.content or item.summary or [])
-
-
-def _answers(item: Item) -> bool:
-    return isinstance(item, CallItem) or getattr(item, "role", None) == "assistant"
-
-
-def _only_thought(thought: str) -> schema.ChatMessage:
-    """An answer that was cut off before its text began."""
-    return schema.ChatMessage(role="assistant", content="", reasoning_content=thought)
-
-
-def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, place: str) -> None:
-    """Append an item as a message; tool calls join their answer."""
-    if isinstance(item, ResultItem):
-        message = schema.ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
-        made.append(message.called(place, f"{place}.output"))
-    elif isinstance(item, CallItem):
-        function = schema.CalledFunction(name=item.name, arguments=item.arguments)
-        call = schema.ToolCall(id=item.call_id, function=function)
-        if made and made[-1].role == "assistant" and thought is None:
-            made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
-        else:
-            message = schema.ChatMessage(
-                role="assistant", tool_calls=[call], reasoning_content=thought
-            )
-            made.append(message.called(place, f"{place}.content"))
-    elif isinstance(item, MessageItem):
-        reasoning = thought if item.role == "assistant" else None
-        message = schema.ChatMessage(
-            role=item.role, content=item.content, reasoning_content=reasoning
-        )
-        made.append(message.called(place, f"{place}.content"))
 
 
 @dataclass(frozen=True)
@@ -214,6 +193,7 @@ class StoredResponse:
     """One response: the request, the answer, and the response that it continues."""
 
     id: str
+    owner: str  # the key's tenant
     whose: str  # the tenant, with its salt
     previous: str | None
     asked: bytes  # the items of the request as JSON
@@ -223,13 +203,11 @@ class StoredResponse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
         return len(self.asked) + len(self.response)
 
-    def items(self) -> list[Record]:
-        """The items of the request and the answer, in order."""
-        asked: list[Options] = json.loads(self.asked)
-        return asked + list(json.loads(self.response)["output"])
+    def output(self) -> list[Record]:
+        found: list[Record] = json.loads(self.response)["output"]
+        return found
 
 
 class ResponseStore:
@@ -249,16 +227,15 @@ class ResponseStore:
         self._held: Counter[str] = Counter()  # bytes by key
         # By key, then by (tenant, id); the least recently used first.
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
-        self._items: dict[
-            tuple[str, str], tuple[str, str]
-        ] = {}  # (tenant, item) -> (key, response)
+        self._items: dict[tuple[str, str], StoredResponse] = {}  # by (tenant, item)
         self._lock = threading.Lock()
 
     def put(self, owner: str, whose: str, asked: list[Item], response: Record) -> bool:
         """Store a response and its request's items; False if it exceeds its key's share."""
         new = StoredResponse(
             response["id"],
-            _digest(whose),
+            owner,
+            whose,
             response["previous_response_id"],
             _json([item.model_dump(mode="json", exclude_none=True) for item in asked]),
             _json(response),
@@ -269,154 +246,107 @@ class ResponseStore:
             return False
         with self._lock:
             own = self._stored.setdefault(owner, OrderedDict())
-            if (old := own.get((new.whose, new.id))) is not None:
-                self._drop(owner, old)
-            own[new.whose, new.id] = new
+            if (old := own.get((whose, new.id))) is not None:
+                self._drop(old)
+            own[whose, new.id] = new
             self._held[owner] += new.nbytes
-            for item_id in new.item_ids:
-                self._items[new.whose, item_id] = (owner, new.id)
-            self._make_room(owner, own)
+            self._items |= dict.fromkeys(((whose, item) for item in new.item_ids), new)
+            while own and (self._held[owner] > self.share or len(own) > self._most):
+                self._drop(next(iter(own.values())))
         return True
 
-    def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], StoredResponse]) -> None:
-        while own and (self._held[owner] > self.share or len(own) > self._most):
-            self._drop(owner, next(iter(own.values())))
+    def _drop(self, stored: StoredResponse) -> None:
+        if self._stored[stored.owner].pop((stored.whose, stored.id), None) is not None:
+            self._held[stored.owner] -= stored.nbytes
+        for item in stored.item_ids:
+            if self._items.get((stored.whose, item)) is stored:
+                del self._items[stored.whose, item]
+
+    def _drop_where(self, gone: Callable[[StoredResponse], bool]) -> None:
+        with self._lock:
+            for own in self._stored.values():
+                for stored in list(filter(gone, own.values())):
+                    self._drop(stored)
 
     def sweep(self) -> None:
-        """Drop expired responses, even without requests."""
         now = self._clock()
-        with self._lock:
-            for owner, own in self._stored.items():
-                for stored in [stored for stored in own.values() if stored.expires <= now]:
-                    self._drop(owner, stored)
+        self._drop_where(lambda stored: stored.expires <= now)
 
-    def _drop(self, owner: str, stored: StoredResponse) -> None:
-        if self._stored[owner].pop((stored.whose, stored.id), None) is not None:
-            self._held[owner] -= stored.nbytes
-        for item_id in stored.item_ids:
-            if self._items.get((stored.whose, item_id)) == (owner, stored.id):
-                del self._items[stored.whose, item_id]
-
-    # -- lookup ------------------------------------------------------------------------------------
+    def forget(self, whose: str | None = None) -> None:
+        self._drop_where(lambda stored: whose in (None, stored.whose))
 
     def get(
         self, owner: str, whose: str, response_id: str, param: str = "response_id"
     ) -> StoredResponse:
         """A response of this tenant; those of others are unknown."""
         with self._lock:
-            stored = self._find(owner, _digest(whose), response_id)
-        if stored is None:
-            raise _unknown("response", response_id, param)
-        return stored
-
-    def _find(self, owner: str, whose: str, response_id: str) -> StoredResponse | None:
-        own = self._stored.get(owner, OrderedDict())
-        stored = own.get((whose, response_id))
-        if stored is not None and stored.expires <= self._clock():
-            self._drop(owner, stored)
-            return None
-        if stored is not None:
-            own.move_to_end((whose, response_id))
+            stored = self._stored.get(owner, OrderedDict()).get((whose, response_id))
+            if stored is not None and stored.expires <= self._clock():
+                self._drop(stored)
+                stored = None
+            if stored is None:
+                raise _unknown("response", response_id, param)
+            self._stored[owner].move_to_end((whose, response_id))
         return stored
 
     def delete(self, owner: str, whose: str, response_id: str) -> None:
-        """Delete one response; its continuations cannot be continued any more."""
         stored = self.get(owner, whose, response_id)
         with self._lock:
-            self._drop(owner, stored)
-
-    def forget(self, whose: str | None = None) -> None:
-        """Forget all responses of one tenant, or of all."""
-        digest = None if whose is None else _digest(whose)
-        with self._lock:
-            for owner, own in self._stored.items():
-                for stored in [k for k in own.values() if digest in (None, k.whose)]:
-                    self._drop(owner, stored)
+            self._drop(stored)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored."""
         with self._lock:
             return self._held.total()
 
-    # -- continuation ------------------------------------------------------------------------------
-
     def conversation(self, owner: str, whose: str, body: schema.ResponsesRequest) -> list[Placed]:
         """The items of a whole conversation: those of earlier responses, then those of the body
-        with ids resolved."""
-        chain = self._chain(owner, whose, body.previous_response_id)
-        meant = _ReferencedResponses(self._largest)
-        for stored in chain:
-            meant.take(stored.nbytes, BEFORE)  # before any of it is read
-        before = [
-            (_ITEM.validate_python(item), BEFORE) for stored in chain for item in stored.items()
-        ]
-        found = [self._resolved(owner, whose, placed, meant) for placed in items_of(body)]
-        return before + found
+        with ids resolved. Their bytes are limited like those of a body with the full text."""
+        left = self._largest
 
-    def _chain(self, owner: str, whose: str, last: str | None) -> list[StoredResponse]:
+        def take(nbytes: int, param: str) -> None:
+            nonlocal left
+            left -= nbytes
+            if left < 0:
+                what = f"the references in this request take more than {self._largest} bytes"
+                hint = "begin a new conversation, or send the items that matter as input"
+                code = "conversation_too_large"
+                raise ApiError(400, f"{what} in full; {hint}", param=param, code=code)
+
         chain: list[StoredResponse] = []
+        last = body.previous_response_id
         while last is not None:
             if len(chain) == _LONGEST:
                 raise _unknown("response", last, BEFORE)
-            chain.append(self.get(owner, whose, last, BEFORE))
-            last = chain[-1].previous
-        return chain[::-1]
-
-    def _resolved(
-        self, owner: str, whose: str, placed: Placed, meant: _ReferencedResponses
-    ) -> Placed:
-        item, place = placed
-        if not isinstance(item, Reference):
-            return placed
-        with self._lock:
-            where = self._items.get((_digest(whose), item.id))
-            stored = self._find(owner, _digest(whose), where[1]) if where else None
-        if stored is None:
-            raise _unknown("item", item.id, f"{place}.id")
-        return meant.item(stored, item.id, place), place
-
-
-class _ReferencedResponses:
-    """Resolves the ids of one request. Each response is read once, however often it is referenced,
-    and the total size is limited like a body with the full text."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest, self._taken = largest, 0
-        self._items: dict[str, dict[str, tuple[Item, int]]] = {}  # by response and item
-
-    def take(self, nbytes: int, param: str) -> None:
-        """Add bytes; refuse too many."""
-        self._taken += nbytes
-        if self._taken > self._largest:
-            raise ApiError(
-                400,
-                f"the references in this request take more than {self._largest} bytes in full; "
-                "begin a new conversation, or send the items that matter as input",
-                param=param,
-                code="conversation_too_large",
-            )
-
-    def item(self, stored: StoredResponse, item_id: str, place: str) -> Item:
-        """An output item of a response."""
-        if stored.id not in self._items:
-            self._items[stored.id] = {
-                one["id"]: (_ITEM.validate_python(one), len(_json(one)))
-                for one in json.loads(stored.response)["output"]
-            }
-        found, nbytes = self._items[stored.id][item_id]
-        self.take(nbytes, f"{place}.id")
-        return found
+            chain.insert(0, self.get(owner, whose, last, BEFORE))
+            take(chain[0].nbytes, BEFORE)  # before any of it is read
+            last = chain[0].previous
+        made: list[Placed] = [
+            (_ITEM.validate_python(item), BEFORE)
+            for stored in chain
+            for item in (*json.loads(stored.asked), *stored.output())
+        ]
+        outputs: dict[str, dict[str, Record]] = {}  # each response is read once
+        for item, place in items_of(body):
+            if isinstance(item, Reference):
+                with self._lock:
+                    there = self._items.get((whose, item.id))
+                if there is None or there.expires <= self._clock():
+                    raise _unknown("item", item.id, f"{place}.id")
+                if there.id not in outputs:
+                    self.get(there.owner, whose, there.id)  # used now
+                    outputs[there.id] = {one["id"]: one for one in there.output()}
+                meant = outputs[there.id][item.id]
+                take(len(_json(meant)), f"{place}.id")
+                item = _ITEM.validate_python(meant)
+            made.append((item, place))
+        return made
 
 
 def _json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
         errors="surrogatepass"
     )
-
-
-def _digest(whose: str) -> str:
-    return digests.digest("owner of responses", whose)
 
 
 def _unknown(what: str, given: str, param: str) -> ApiError:
@@ -431,101 +361,70 @@ def _unknown(what: str, given: str, param: str) -> ApiError:
 
 Event = Record
 Salt = Annotated[str | None, Query(min_length=1, max_length=1024)]
-_TYPES = {"text": "message", "thought": "reasoning"}
 
 
 def routes(service: Service) -> APIRouter:
-    """The route."""
+    """The routes for answers, and for one stored response."""
     router = APIRouter(tags=["answers"])
+    store, threads, one = service.responses, service.threads, "/v1/responses/{response_id}"
 
-    @router.post(
-        "/v1/responses",
-        operation_id="responses",
-        responses=STREAMED,
-        openapi_extra=body_schema(schema.ResponsesRequest),
-    )
-    async def responses(
-        body: Annotated[schema.ResponsesRequest, body_of(schema.ResponsesRequest)],
-        request: Request,
-    ) -> Response:
+    @posts(router, "/v1/responses", schema.ResponsesRequest, "responses", responses=STREAMED)
+    async def responses(body: schema.ResponsesRequest, visit: Visit) -> object:
         """An answer to a list of items, whole or streamed."""
-        visit = visit_of(request)
-        visit.asked(body)
         body.check_stream_options()
-        caller, keeps = visit.who(), body.store is not False
-        if keeps and body.store and not service.responses.share:
+        if body.store and not store.share:
             visit.unused.add("store", "this server keeps no responses; see --responses-budget")
+        caller = visit.who()
 
-        asked: list[Item] = []
+        def read() -> tuple[list[Item], schema.ChatRequest]:
+            items = store.conversation(caller.tenant, caller.salted(body.cache_salt), body)
+            new = [item for item, place in items if place != BEFORE]
+            kept = [item for item in new if not isinstance(item, OtherItem)]
+            return [*kept], as_chat(body, items, visit.unused)
 
-        async def asking() -> AnswerRequest:
-            whose = caller.salted(body.cache_salt)
-            items = await service.threads.run(
-                lambda: service.responses.conversation(caller.tenant, whose, body)
-            )
-            asked.extend(
-                item for item, place in items if place != BEFORE and not isinstance(item, OtherItem)
-            )
-            chat = await service.threads.run(lambda: as_chat(body, items, visit.unused))
-            return await service.ask(chat, visit)
-
-        ask = await unless_gone(request, asking(), visit)
-        [answer] = await unless_gone(request, service.submit(ask), visit)
+        asked, chat = await threads.run(read, visit.size > LARGE_BODY)
+        [answer] = await service.submit(await service.ask(chat, visit))
         writer = ResponseWriter(service, body, asked, answer, visit)
         if body.stream:
             return EventStream(writer.lines(), visit, [answer])
-        return JSONResponse(await unless_gone(request, writer.whole(), visit))
+        return await writer.whole()
 
-    _add_one(router, service)
+    async def stored(call: Callable[..., T], given: str, request: Request, salt: str | None) -> T:
+        caller = visit_of(request).who()
+        return await threads.run(lambda: call(caller.tenant, caller.salted(salt), given))
+
+    @router.get(one, operation_id="response")
+    async def get(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
+        """A stored response, as its client got it."""
+        found = await stored(store.get, response_id, request, cache_salt)
+        return Response(found.response, media_type="application/json")
+
+    @router.get(f"{one}/input_items", operation_id="response_input")
+    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
+        """The request items of a response."""
+        items = (await stored(store.get, response_id, request, cache_salt)).asked
+        text = b'{"object":"list","data":' + items + b',"has_more":false}'
+        return Response(text, media_type="application/json")
+
+    @router.delete(one, operation_id="delete_response")
+    async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
+        await stored(store.delete, response_id, request, cache_salt)
+        return {"id": response_id, "object": "response", "deleted": True}
+
     return router
 
 
-def _add_one(router: APIRouter, service: Service) -> None:
-    """Add the routes for one stored response."""
-
-    async def stored(response_id: str, request: Request, salt: str | None) -> StoredResponse:
-        caller = visit_of(request).who()
-        whose = caller.salted(salt)
-        return await service.threads.run(
-            lambda: service.responses.get(caller.tenant, whose, response_id)
-        )
-
-    @router.get("/v1/responses/{response_id}", operation_id="response")
-    async def one(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
-        """A stored response, as its client got it."""
-        found = await stored(response_id, request, cache_salt)
-        return Response(found.response, media_type="application/json")
-
-    @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
-    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
-        """The request items of a response."""
-        items = json.loads((await stored(response_id, request, cache_salt)).asked)
-        return {"object": "list", "data": items, "has_more": False}
-
-    @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
-    async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
-        """Delete a response. Its continuations cannot be continued any more."""
-        caller = visit_of(request).who()
-        whose = caller.salted(cache_salt)
-        await service.threads.run(
-            lambda: service.responses.delete(caller.tenant, whose, response_id)
-        )
-        return {"id": response_id, "object": "response", "deleted": True}
-
-
+@dataclass
 class ResponseWriter:
     """One growing response."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: schema.ResponsesRequest,
-        asked: list[Item],
-        answer: AnswerStream,
-        visit: Visit,
-    ) -> None:
-        self._asked = asked
-        self._service, self._body, self._answer, self._visit = service, body, answer, visit
+    service: Service
+    body: schema.ResponsesRequest
+    asked: list[Item]
+    answer: AnswerStream
+    visit: Visit
+
+    def __post_init__(self) -> None:
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._output: list[Record] = []
         self._open: str | None = None  # kind of the current item
@@ -533,7 +432,6 @@ class ResponseWriter:
         self._scored: list[Record] = []
 
     async def whole(self) -> Record:
-        """The response if it is not streamed."""
         last: Event = {}
         async for event in self._events():
             last = event
@@ -541,43 +439,40 @@ class ResponseWriter:
         return response
 
     async def lines(self) -> AsyncGenerator[tuple[str | None, Record | str], None]:
-        """The numbered events of a stream; an error on the way is an event too."""
         try:
             async for event in self._events():
                 yield event["type"], event
         except Exception as error:
-            problem = to_api_error(error, self._visit)
+            problem = to_api_error(error, self.visit)
             for event in self._failed(problem):
                 yield event["type"], event
 
     async def _events(self) -> AsyncGenerator[Event, None]:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
-        merged = self._service.merged([self._answer], self._visit.who(), self._visit)
+        merged = self.service.merged([self.answer], self.visit.who(), self.visit)
         end: AnswerEnd | None = None
         async with aclosing(merged) as deltas:
             async for _, delta in deltas:
                 end = delta.end or end
                 for event in self._said(delta):
                     yield event
-        for event in self._close("incomplete" if end and end.reason == "length" else "completed"):
+        status = "incomplete" if end and end.reason == "length" else "completed"
+        for event in self._close(status):
             yield event
         if end is None:
             raise ApiError(500, "the answer ended without its measurements", code="internal_error")
-        status = "incomplete" if end.reason == "length" else "completed"
         yield self._event(f"response.{status}", response=await self._stored(status, end))
 
     async def _stored(self, status: str, end: AnswerEnd) -> Record:
         """The whole response, stored if requested before its client sees its end."""
-        body, responses = self._body, self._service.responses
-        keeps = body.store is not False and responses.share > 0
+        responses, caller = self.service.responses, self.visit.who()
+        keeps = self.body.store is not False and responses.share > 0
         made = {**self._response(status, end), "store": keeps}
         if keeps:
-            caller = self._visit.who()
-            whose = caller.salted(body.cache_salt)
-            made["store"] = await self._service.threads.run(
-                lambda: responses.put(caller.tenant, whose, self._asked, made)
-            )
+            whose = caller.salted(self.body.cache_salt)
+            put = functools.partial(responses.put, caller.tenant, whose, self.asked, made)
+            made["store"] = await self.service.threads.run(put)
         return made
 
     def _event(self, kind: str, **fields: object) -> Event:
@@ -587,7 +482,7 @@ class ResponseWriter:
     # -- items -----------------------------------------------------------------------------------
 
     def _said(self, delta: Delta) -> Iterator[Event]:
-        scored = [scored_of(s, self._service) for s in delta.scored]
+        scored = [scored_of(s, self.service) for s in delta.scored]
         for piece in delta.pieces:
             if piece.kind == "call":
                 yield from self._close("completed")
@@ -599,27 +494,34 @@ class ResponseWriter:
             yield self._grow(piece, scored)
             scored = []
 
+    def _item(self, kind: str, prefix: str, **fields: object) -> tuple[Record, Event]:
+        item = {
+            "type": kind,
+            "id": f"{prefix}_{uuid.uuid4().hex}",
+            "status": "in_progress",
+        } | fields
+        self._output.append(item)
+        spot = self._spot()
+        return item, self._event("response.output_item.added", **spot, item=dict(item))
+
     def _begin(self, kind: str) -> Iterator[Event]:
         self._open, self._scored = kind, []
-        item: Record = {"type": _TYPES[kind], "status": "in_progress", "content": []}
         if kind == "text":
-            item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+            item, added = self._item("message", "msg", content=[], role="assistant")
         else:
-            item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": []}
-        self._output.append(item)
-        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
+            item, added = self._item("reasoning", "rs", content=[], summary=[])
+        yield added
         item["content"] = [_content(kind, "", [])]
-        place = self._place()
-        yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
+        part = _content(kind, "", [])
+        yield self._event("response.content_part.added", **self._place(), part=part)
 
     def _grow(self, piece: OutputPiece, scored: list[Record]) -> Event:
         self._output[-1]["content"][0]["text"] += piece.text
         if piece.kind == "thought":
             return self._event("response.reasoning_text.delta", **self._place(), delta=piece.text)
         self._scored += scored
-        return self._event(
-            "response.output_text.delta", **self._place(), delta=piece.text, logprobs=scored
-        )
+        more = {"delta": piece.text, "logprobs": scored}
+        return self._event("response.output_text.delta", **self._place(), **more)
 
     def _close(self, status: str) -> Iterator[Event]:
         if self._open is None:
@@ -636,17 +538,10 @@ class ResponseWriter:
         self._open = None
 
     def _call(self, piece: OutputPiece) -> Iterator[Event]:
-        item = {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": piece.id,
-            "name": piece.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        self._output.append(item)
+        about = {"call_id": piece.id, "name": piece.name, "arguments": ""}
+        item, added = self._item("function_call", "fc", **about)
+        yield added
         spot = {**self._spot(), "item_id": item["id"]}
-        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
         name = "response.function_call_arguments"
         yield self._event(f"{name}.delta", **spot, delta=piece.text)
         item |= {"arguments": piece.text, "status": "completed"}
@@ -669,7 +564,7 @@ class ResponseWriter:
         yield self._event("response.failed", response=response)
 
     def _response(self, status: str, end: AnswerEnd | None = None) -> Record:
-        body = self._body
+        body = self.body
         made: Record = {
             "id": self._id,
             "object": "response",
@@ -682,7 +577,7 @@ class ResponseWriter:
             "instructions": body.instructions,
             "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.model.name,
+            "model": self.service.model.name,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -713,10 +608,7 @@ class ResponseWriter:
             "total_tokens": usage.total_tokens,
             **images_of(usage),
         }
-        made = {"usage": counts, "timings": timings(end)}
-        if self._body.keepsight is not None and self._body.keepsight.report:
-            made["keepsight"] = {"report": report_of(end.report)}
-        return made
+        return measured_of(end, counts, self.body.keepsight)
 
 
 def _dumped(given: BaseModel | str | None) -> object:

@@ -12,12 +12,10 @@ import gc
 import logging
 import socket
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -75,7 +73,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
         self._service, self._drain = service, drain
-        self.ready: Callable[[int], None] | None = None
+        self.ready: Callable[[int], object] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first drains, the second ends."""
@@ -84,13 +82,11 @@ class Server(uvicorn.Server):
         self._service.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and tell where."""
         await super().startup(sockets)
         if self.ready is not None and self.servers:
             self.ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def main_loop(self) -> None:
-        """Run until a signal; then until nothing runs any more, or the time is over."""
         closing: asyncio.Task | None = None
         sweeping = asyncio.create_task(self._sweep_now_and_then())
         while not self.should_exit:
@@ -137,44 +133,14 @@ class Connection(H11Protocol):
     """A connection that is closed when idle, even if bytes trickle in."""
 
     idle = 75.0  # seconds
-    most = 4096
-    spoke: ClassVar[OrderedDict[Connection, None]]  # all of a server's, ordered by last activity
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Track the connection; if there are too many, one is closed."""
         super().connection_made(transport)
         self._seen: object = None
-        self.spoke[self] = None
-        if len(self.connections) > self.most:
-            self._make_room()
         self._watch = self.loop.call_later(self.idle, self._look)
 
-    def data_received(self, data: bytes) -> None:
-        """Note that bytes arrived."""
-        if self in self.spoke:
-            self.spoke.move_to_end(self)
-        super().data_received(data)
-
-    def _make_room(self) -> None:
-        """Close the connection that was silent longest among those waiting for their client;
-        without any, this one. So idle connections cannot lock out other clients, and no search over
-        all is needed."""
-        silent = next((one for one in self.spoke if one._owes()), self)
-        del self.spoke[silent]
-        silent.transport.close()
-
-    def _owes(self) -> bool:
-        """Whether nothing can happen here before the client sends more."""
-        if self.transport.is_closing():
-            return False
-        busy = self.cycle is not None and not self.cycle.response_complete
-        return not busy or self.conn.their_state is h11.SEND_BODY
-
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop tracking."""
-        self.spoke.pop(self, None)
-        if hasattr(self, "_watch"):
-            self._watch.cancel()
+        self._watch.cancel()
         super().connection_lost(exc)
 
     def _look(self) -> None:
@@ -188,10 +154,8 @@ class Connection(H11Protocol):
 
 
 def make_server(service: Service) -> Server:
-    """Create a server that is ready to run."""
     config = service.config
-    limits = {"idle": config.seconds("idle_timeout"), "most": config.max_connections}
-    protocol = type("Connection", (Connection,), {**limits, "spoke": OrderedDict()})
+    protocol = type("Connection", (Connection,), {"idle": config.idle_timeout})
     settings = uvicorn.Config(
         build(service),
         host=config.host,
@@ -204,32 +168,23 @@ def make_server(service: Service) -> Server:
         server_header=False,
         proxy_headers=bool(config.trusted_proxy),  # otherwise it trusts all local clients
         forwarded_allow_ips=list(config.trusted_proxy),
-        timeout_keep_alive=int(config.seconds("idle_timeout")) or 1,
+        timeout_keep_alive=int(config.idle_timeout) or 1,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=_HEADERS,
+        limit_concurrency=config.max_connections + 1,
         backlog=2048,
     )
-    return Server(settings, service, config.seconds("drain"))
+    return Server(settings, service, config.drain)
 
 
 def serve(
-    vlm: VLM,
-    name: str,
-    config: ServerConfig,
-    ready: Callable[[int], str],
-    as_json: bool = False,
+    vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], object], as_json: bool = False
 ) -> None:
     """Serve until a signal ends it. `ready` gets the port and announces it."""
-    terminal = log.start(config.log, as_json)
+    log.start(config.log, as_json)
     service = make_service(vlm, name, config)
     server = make_server(service)
-
-    def begun(port: int) -> None:
-        where = ready(port)
-        if terminal is not None:
-            terminal.stay(where)
-
-    server.ready = begun
+    server.ready = ready
     before = sys.getswitchinterval()
     sys.setswitchinterval(_TURN)
     gc.collect()
@@ -244,5 +199,3 @@ def serve(
         gc.unfreeze()
         service.draining = True
         service.close()
-        if terminal is not None:
-            terminal.stay("")

@@ -26,7 +26,6 @@ class Penalties(LogitsProcessor):
         self._start: int | None = None  # start of the answer; known at the first call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The scores minus the penalties."""
         if self._start is None:
             self._start = input_ids.shape[1]
         scores = scores.clone()
@@ -60,12 +59,10 @@ class Recorder(LogitsProcessor):
         self._taken = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Record one step."""
         self._rows.append(scores[0].detach().float().log_softmax(-1).cpu())
         return scores
 
     def take(self, token: int) -> tuple[TokenLogprob, list[TokenLogprob]]:
-        """The chosen token of the next row, and the most likely ones there."""
         row, self._rows[self._taken] = self._rows[self._taken], torch.empty(0)
         self._taken += 1
         best, tokens = row.topk(min(self._top, len(row)))
@@ -90,7 +87,6 @@ class Sampling:
     top_logprobs: int = 0
 
     def of(self, choice: int) -> tuple[Record, Recorder | None]:
-        """The options of one choice, and the recorder of its log probabilities."""
         options = dict(self.options)
         if "seed" in options:
             options["seed"] = (options["seed"] + choice) % (1 << 63)
@@ -110,32 +106,36 @@ def sampling(
 ) -> Sampling:
     """The sampling options in a body of either API; missing fields count as not given. `ends` are
     the model's end tokens."""
-    options: Options = {}
-    temperature = getattr(body, "temperature", None)
-    cuts = {name: getattr(body, name, None) for name in ("top_p", "top_k", "min_p")}
-    if cuts["top_k"] == -1:
+    given = dict(body)  # its fields
+
+    def got(*names: str) -> Record:
+        return {name: given[name] for name in names if given.get(name) is not None}
+
+    options: Options = got("repetition_penalty", "seed", "stop", "skip_special_tokens")
+    temperature, cuts = given.get("temperature"), got("top_p", "top_k", "min_p")
+    if cuts.get("top_k") == -1:
         cuts["top_k"] = 0  # off, as in Transformers
     if temperature == 0:
         options["do_sample"] = False  # the most likely token survives every truncation
-    elif temperature is not None or any(value is not None for value in cuts.values()):
-        options |= {k: v for k, v in cuts.items() if v is not None}
-        if temperature is not None or any(options[name] != _OFF[name] for name in options):
+    elif temperature is not None:
+        options |= {**cuts, "do_sample": True, "temperature": temperature}
+    else:
+        options |= cuts
+        if any(cut != _OFF[name] for name, cut in cuts.items()):
             options["do_sample"] = True  # a neutral value needs no processor
-        if temperature is not None:
-            options["temperature"] = temperature
-    for name in ("repetition_penalty", "seed", "stop", "skip_special_tokens"):
-        if getattr(body, name, None) is not None:
-            options[name] = getattr(body, name)
-    if (limit := _limit(body, longest)) is not None:
+    asked = got("max_completion_tokens", "max_tokens", "max_output_tokens")
+    if (limit := _limit(asked, longest)) is not None:
         options["max_new_tokens"] = limit
-    options |= _ends(body, vocabulary, ends)
-    logprobs, top = _logprobs(body)
+    options |= _ends(given, limit if asked else None, vocabulary, ends)
+    top = given.get("top_logprobs") or 0
+    if top and not given.get("logprobs"):
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     return Sampling(
         options,
-        getattr(body, "presence_penalty", None) or 0.0,
-        getattr(body, "frequency_penalty", None) or 0.0,
-        tuple(_bias(getattr(body, "logit_bias", None), vocabulary).items()),
-        logprobs,
+        given.get("presence_penalty") or 0.0,
+        given.get("frequency_penalty") or 0.0,
+        _bias(given.get("logit_bias"), vocabulary),
+        bool(given.get("logprobs")),
         top,
     )
 
@@ -144,35 +144,30 @@ _OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _AS_MUCH_AS_FITS = 10_000_000  # the library limits it to the rest of the model's context
 
 
-def _limit(body: BaseModel, longest: int | None) -> int | None:
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    asked_for = ((name, getattr(body, name, None)) for name in names)
-    given: dict[str, int] = {name: value for name, value in asked_for if value is not None}
-    for name, asked in given.items():
-        if asked == 0:
+def _limit(asked: dict[str, int], longest: int | None) -> int | None:
+    """The longest answer; the first of several fields counts."""
+    for name, count in asked.items():
+        if count == 0:
             raise invalid(name, f"{name} is 0; expected at least 1, or -1 for as much as fits")
-        if longest is not None and asked > longest:
-            raise refused(name, f"{asked} tokens; this server gives at most {longest}")
-        if asked > 0:
-            return asked
-        return _AS_MUCH_AS_FITS if longest is None else longest
+        if longest is not None and count > longest:
+            raise refused(name, f"{count} tokens; this server gives at most {longest}")
+        return count if count > 0 else longest or _AS_MUCH_AS_FITS
     return longest
 
 
-def _ends(body: BaseModel, vocabulary: int, ends: tuple[int, ...]) -> Record:
+def _ends(given: Record, limit: int | None, vocabulary: int, ends: tuple[int, ...]) -> Options:
     """End conditions besides length and stop texts, and minimum lengths."""
     options: Options = {}
-    more = getattr(body, "stop_token_ids", None) or []
+    more = given.get("stop_token_ids") or []
     for number, token in enumerate(more):
         if token >= vocabulary:
             what = f"{token} is not a token id; expected 0 to {vocabulary - 1}"
             raise invalid(f"stop_token_ids[{number}]", what)
-    own = () if getattr(body, "ignore_eos", None) else ends
+    own = () if given.get("ignore_eos") else ends
     if more or own != ends:
         # No token has the id after the last: such an answer ends at its length.
         options["eos_token_id"] = [*own, *more] or [vocabulary]
-    if least := getattr(body, "min_tokens", None):
-        limit = _limit(body, None)
+    if least := given.get("min_tokens"):
         if limit is not None and least > limit:
             raise invalid("min_tokens", f"min_tokens is {least}, the longest answer is {limit}")
         if own or more:
@@ -180,20 +175,9 @@ def _ends(body: BaseModel, vocabulary: int, ends: tuple[int, ...]) -> Record:
     return options
 
 
-def _logprobs(body: BaseModel) -> tuple[bool, int]:
-    asked = getattr(body, "logprobs", None)
-    top = getattr(body, "top_logprobs", None)
-    if top and not asked:
-        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
-    return bool(asked), top or 0
-
-
-def _bias(given: dict[str, float] | None, vocabulary: int) -> dict[int, float]:
-    biases = {}
-    for token, bias in (given or {}).items():
+def _bias(given: dict[str, float] | None, vocabulary: int) -> tuple[tuple[int, float], ...]:
+    for token in given or ():
         if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
-            raise invalid(
-                "logit_bias", f"{token[:40]!r} is not a token id; expected 0 to {vocabulary - 1}"
-            )
-        biases[int(token)] = bias
-    return biases
+            what = f"{token[:40]!r} is not a token id; expected 0 to {vocabulary - 1}"
+            raise invalid("logit_bias", what)
+    return tuple((int(token), bias) for token, bias in (given or {}).items())

@@ -8,21 +8,15 @@ word. Values are strict: `"1"` is not a number. Null means the same as leaving a
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag
 
 from keepsight.core.decoding.stops import MOST as MOST_STOPS
-from keepsight.server.errors import hint_for, invalid, refused, unknown
+from keepsight.server.errors import hint_for, invalid, refused
 
 HEADER = "x-keepsight-unused"
 _MOST = 24  # names that are listed; the rest is counted
@@ -46,11 +40,19 @@ TemplateOptions = dict[str, object]
 
 def _form(value: object) -> str:
     """Which form of a union is meant; such tags are left out of the places in errors."""
-    return "as parts" if isinstance(value, list) else "as text"
+    if isinstance(value, list):
+        return "as parts"
+    return "as record" if isinstance(value, dict | BaseModel) else "as text"
 
 
-def _record_or_text(value: object) -> str:
-    return "as text" if isinstance(value, str) else "as record"
+def kind_of(value: object, default: object = None) -> object:
+    """The type that a record names."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return default if kind is None else kind
+
+
+TEXT, PARTS, RECORD = Tag("as text"), Tag("as parts"), Tag("as record")
+BY_FORM = Discriminator(_form)
 
 
 class Inner(BaseModel):
@@ -63,22 +65,16 @@ class Inner(BaseModel):
 
 
 class TextPart(Inner):
-    """Text."""
-
     type: Literal["text", "input_text", "output_text"]
     text: Text
 
 
 class RefusalPart(Inner):
-    """A refusal in an earlier answer; the model sees it as text."""
-
     type: Literal["refusal"]
     refusal: Text
 
 
 class ThoughtPart(Inner):
-    """A thought in the content of an earlier answer."""
-
     type: Literal["thinking", "reasoning", "redacted_thinking"]
     thinking: Text | None = None
     text: Text | None = None
@@ -91,22 +87,15 @@ class Address(Inner):
     detail: Detail | None = None
 
 
-Place = Annotated[
-    Annotated[Address, Tag("as record")] | Annotated[Where, Tag("as text")],
-    Discriminator(_record_or_text),
-]
+Place = Annotated[Annotated[Address, RECORD] | Annotated[Where, TEXT], BY_FORM]
 
 
 class SizeLimits(Inner):
-    """The size limits of a processor."""
-
     shortest_edge: Pixels | None = None
     longest_edge: Pixels | None = None
 
 
 class ProcessorOptions(Inner):
-    """`mm_processor_kwargs`: those processor options that limit the size of a picture."""
-
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
     size: SizeLimits | None = None
@@ -120,20 +109,14 @@ class PixelLimits(Inner):
     mm_processor_kwargs: ProcessorOptions | None = None
 
     def limits(self) -> tuple[int | None, int | None]:
-        """The minimum and maximum of pixels, from any of the fields."""
         more = self.mm_processor_kwargs or ProcessorOptions()
         size = more.size or SizeLimits()
-        least = (self.min_pixels, more.min_pixels, size.shortest_edge)
-        most = (self.max_pixels, more.max_pixels, size.longest_edge)
-        return (
-            max((n for n in least if n is not None), default=None),
-            min((n for n in most if n is not None), default=None),
-        )
+        least = filter(None, (self.min_pixels, more.min_pixels, size.shortest_edge))
+        most = filter(None, (self.max_pixels, more.max_pixels, size.longest_edge))
+        return max(least, default=None), min(most, default=None)
 
 
 class PicturePart(PixelLimits):
-    """Fields of every part with a picture."""
-
     detail: Detail | None = None
     uuid: Id | None = None
 
@@ -169,8 +152,6 @@ class EmbedsPart(Inner):
 
 
 class VideoPart(Inner):
-    """A video, if the model takes videos."""
-
     type: Literal["video_url", "video", "input_video"]
     video_url: Place | None = None
     video: Place | None = None
@@ -180,15 +161,11 @@ class VideoPart(Inner):
 
 
 class Sound(Inner):
-    """Sound in the body."""
-
     data: Where
     format: Literal["wav", "mp3", "flac", "ogg"] | None = None
 
 
 class SoundPart(Inner):
-    """Sound, if the model takes sound."""
-
     type: Literal["input_audio"]
     input_audio: Sound
     uuid: Id | None = None
@@ -228,8 +205,7 @@ Part = Annotated[
     Discriminator("type"),
 ]
 Content = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[Part], Field(fail_fast=True), Tag("as parts")],
-    Discriminator(_form),
+    Annotated[Text, TEXT] | Annotated[list[Part], Field(fail_fast=True), PARTS], BY_FORM
 ]
 
 
@@ -237,8 +213,6 @@ Content = Annotated[
 
 
 class Function(Inner):
-    """A function that the model may call."""
-
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
     parameters: dict[str, object] | None = None
@@ -246,15 +220,11 @@ class Function(Inner):
 
 
 class Tool(Inner):
-    """A tool."""
-
     type: Literal["function"]
     function: Function
 
 
 class FunctionTool(Function):
-    """A tool in the form of `/v1/responses`."""
-
     type: Literal["function"]
 
 
@@ -264,18 +234,13 @@ class HostedTool(Inner):
     type: Name
 
 
-def _tool_kind(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "as function" if kind in (None, "function") else "as hosted"
-
-
-AnyTool = Annotated[
-    Annotated[Tool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
-    Discriminator(_tool_kind),
-]
+_FUNCTION, _HOSTED = Tag("as function"), Tag("as hosted")
+_BY_KIND = Discriminator(
+    lambda value: "as function" if kind_of(value, "function") == "function" else "as hosted"
+)
+AnyTool = Annotated[Annotated[Tool, _FUNCTION] | Annotated[HostedTool, _HOSTED], _BY_KIND]
 AnyFunctionTool = Annotated[
-    Annotated[FunctionTool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
-    Discriminator(_tool_kind),
+    Annotated[FunctionTool, _FUNCTION] | Annotated[HostedTool, _HOSTED], _BY_KIND
 ]
 
 
@@ -284,29 +249,20 @@ class CalledFunction(Inner):
     itself, as templates have it."""
 
     name: Name
-    arguments: Annotated[
-        Annotated[Text, Tag("as text")] | Annotated[dict[str, object], Tag("as record")],
-        Discriminator(lambda value: "as record" if isinstance(value, dict) else "as text"),
-    ]
+    arguments: Annotated[Annotated[Text, TEXT] | Annotated[dict[str, object], RECORD], BY_FORM]
 
 
 class ToolCall(Inner):
-    """One call of a tool in an earlier answer."""
-
     id: Id | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class NamedFunction(Inner):
-    """The name in a forced choice."""
-
     name: Name
 
 
 class ForcedChoice(Inner):
-    """A forced choice of a tool, in the form of either API."""
-
     type: Literal["function"]
     function: NamedFunction | None = None
     name: Name | None = None
@@ -317,8 +273,7 @@ _CHOICES = ("none", "auto", "required")
 
 def _choice_kind(value: object) -> str | None:
     if isinstance(value, dict | BaseModel):
-        kind = value.get("type") if isinstance(value, dict) else "function"
-        return "as function" if kind == "function" else None
+        return "as function" if kind_of(value) == "function" else None
     return "as text" if value in _CHOICES else None
 
 
@@ -329,8 +284,7 @@ def _plain_choice(value: object) -> object:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("as text")]
-    | Annotated[ForcedChoice, Tag("as function")],
+    Annotated[Literal["none", "auto", "required"], TEXT] | Annotated[ForcedChoice, _FUNCTION],
     Discriminator(
         _choice_kind,
         custom_error_type="tool_choice",
@@ -344,8 +298,6 @@ ToolChoice = Annotated[
 
 
 class ChatMessage(Inner):
-    """One message, or an answer that a client sends back."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
@@ -363,13 +315,11 @@ class ChatMessage(Inner):
     _content_place: str | None = PrivateAttr(default=None)
 
     def thought(self) -> str | None:
-        """The thought before the answer."""
         if self.reasoning_content is None and isinstance(self.reasoning, str):
             return self.reasoning
         return self.reasoning_content
 
     def called(self, place: str, content: str) -> ChatMessage:
-        """The message, with the client's names for it and its content."""
         self._place, self._content_place = place, content
         return self
 
@@ -380,8 +330,6 @@ class ChatMessage(Inner):
 
 
 class MessageItem(Inner):
-    """A message."""
-
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -389,15 +337,11 @@ class MessageItem(Inner):
 
 
 class Thought(Inner):
-    """The text of a thought."""
-
     type: Literal["reasoning_text", "summary_text"]
     text: Text
 
 
 class ThoughtItem(Inner):
-    """An earlier thought."""
-
     type: Literal["reasoning"]
     id: Id | None = None
     summary: list[Thought] | None = None
@@ -405,8 +349,6 @@ class ThoughtItem(Inner):
 
 
 class CallItem(Inner):
-    """An earlier tool call."""
-
     type: Literal["function_call"]
     id: Id | None = None
     call_id: Id
@@ -415,8 +357,6 @@ class CallItem(Inner):
 
 
 class ResultItem(Inner):
-    """The result of a tool."""
-
     type: Literal["function_call_output"]
     id: Id | None = None
     call_id: Id
@@ -430,22 +370,19 @@ class OtherItem(Inner):
 
 
 class Reference(Inner):
-    """A stored item, by its id."""
-
     type: Literal["item_reference"]
     id: Id
 
 
 _FUNCTIONS = ("function_call", "function_call_output")
-_HOSTED = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
+_ELSEWHERE = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
 
 
 def _item_kind(value: object) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    kind = "message" if kind is None else kind
+    kind = kind_of(value, "message")
     if not isinstance(kind, str):
         return "as message"
-    return "as another" if kind not in _FUNCTIONS and _HOSTED.match(kind) else f"as {kind}"
+    return "as another" if kind not in _FUNCTIONS and _ELSEWHERE.match(kind) else f"as {kind}"
 
 
 Item = Annotated[
@@ -502,19 +439,15 @@ class Body(PixelLimits):
 
 class Unused:
     """The fields of one request that have no effect. They are told in a header, in the log and in
-    the report, so that no option is silently ignored; with `refuse` the first one is an error."""
+    the report, so that no option is silently ignored."""
 
-    def __init__(self, refuse: bool = False) -> None:
-        self.refuse = refuse
+    def __init__(self) -> None:
         self._why: dict[str, str] = {}  # by name, in order of appearance
         self._more = 0
 
-    def add(self, place: str, why: str) -> None:
-        """Name a known field without effect, or refuse it."""
-        if self.refuse:
-            raise refused(place, why)
-        if place in self._why or len(self._why) < _MOST:
-            self._why.setdefault(place, why)
+    def add(self, place: str, why: str | Callable[[], str]) -> None:
+        if place in self._why or len(self._why) < _MOST:  # finding a hint takes time
+            self._why.setdefault(place, why if isinstance(why, str) else why())
         else:
             self._more += 1
 
@@ -527,19 +460,9 @@ class Unused:
                 if searches or not (is_empty(value) or (name, value) in _NEUTRAL):
                     raise refused(name, why)
             elif not is_empty(value):
-                self._ignored(body, name[:_LONGEST])
+                hint = functools.partial(_hint, body, name)
+                self.add(name[:_LONGEST], body.IGNORED.get(name, hint))
         extra.clear()
-
-    def _ignored(self, body: Body, name: str) -> None:
-        known = type(body).model_fields
-        if (why := body.IGNORED.get(name)) is not None:
-            self.add(name, why)
-        elif self.refuse:
-            raise unknown(name, known)
-        elif len(self._why) < _MOST:  # finding a hint takes time
-            self.add(name, f"unknown; {hint_for(name, known)}")
-        else:
-            self._more += 1
 
     def names(self) -> list[str]:
         """The names, safe for a header and a log: without spaces, commas and unusual characters."""
@@ -547,17 +470,18 @@ class Unused:
         return [*named, f"+{self._more}"] if self._more else named
 
     def header(self) -> str:
-        """The names on one line; empty if everything was used."""
         return ", ".join(self.names())
 
     def notes(self) -> tuple[str, ...]:
-        """The names with their reasons, as in a report."""
         notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
         return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
 
 
+def _hint(body: Body, name: str) -> str:
+    return f"unknown; {hint_for(name[:_LONGEST], type(body).model_fields)}"
+
+
 def name_hosted(tool: HostedTool, place: str, unused: Unused) -> None:
-    """Name a tool that does not run here."""
     unused.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
 
 
@@ -565,17 +489,14 @@ def name_hosted(tool: HostedTool, place: str, unused: Unused) -> None:
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
-    Annotated[StopText, Tag("as text")]
-    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("as parts")],
-    Discriminator(_form),
+    Annotated[StopText, TEXT] | Annotated[list[StopText], Field(max_length=MOST_STOPS), PARTS],
+    BY_FORM,
 ]
 # An empty text, or none in a list, ends nothing.
 StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)]
 
 
 class StreamOptions(Inner):
-    """What a stream carries besides text."""
-
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -605,8 +526,6 @@ class Forms(BaseModel):
 
 
 class TextSettings(Inner):
-    """Settings of text."""
-
     format: ResponseFormat | None = None
     verbosity: object = None
 
@@ -668,7 +587,6 @@ class AnswerOptions(PromptOptions, Forms):
     keepsight: KeepsightOptions | None = None
 
     def check_stream_options(self) -> None:
-        """Refuse stream options without a stream."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options is only allowed when stream is true")
 
@@ -685,7 +603,6 @@ class Rendering(PromptOptions):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """The tools that the model is shown."""
         return [tool for tool in self.tools or () if isinstance(tool, Tool)]
 
     @property
@@ -740,9 +657,8 @@ class ResponsesRequest(AnswerOptions):
     }
 
     input: Annotated[
-        Annotated[Text, Tag("as text")]
-        | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("as parts")],
-        Discriminator(_form),
+        Annotated[Text, TEXT] | Annotated[list[Item], Field(min_length=1, fail_fast=True), PARTS],
+        BY_FORM,
     ]
     instructions: Text | None = None
     previous_response_id: Id | None = None

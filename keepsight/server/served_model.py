@@ -31,8 +31,6 @@ _RESERVED = {
 
 
 class ServedModel:
-    """One model with its name and its template's abilities."""
-
     def __init__(self, vlm: VLM, name: str) -> None:
         self.vlm, self.name = vlm, name
         self.created = int(time.time())
@@ -54,12 +52,8 @@ class ServedModel:
     def check_name(self, name: str | None) -> None:
         """Refuse a request that names another model."""
         if name not in (None, self.name):
-            raise ApiError(
-                404,
-                f"no such model: {str(name)[:100]!r}; this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            what = f"no such model: {str(name)[:100]!r}; this server has {self.name!r}"
+            raise ApiError(404, what, param="model", code="model_not_found")
 
     def template_options(self, body: Rendering, unused: Unused) -> Record:
         """Template variables besides the messages; those the template does not use are reported."""
@@ -72,9 +66,7 @@ class ServedModel:
             elif not is_empty(value):
                 why = "the chat template of this model has no such setting"
                 unused.add(f"chat_template_kwargs.{name}", why)
-        options = {**self._thoughts(body, unused), **options}
-        options |= _beginning(body)
-        return options
+        return {**self._thoughts(body, unused), **options, **_beginning(body)}
 
     def _has(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
@@ -104,15 +96,11 @@ class ServedModel:
         if not self.tools:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.calls_readable:
-            raise refused(
-                "tools", "this model writes tool calls in a form that cannot be parsed here"
-            )
+            raise refused("tools", "this model writes calls in a form that cannot be parsed here")
 
     def opened_thought(self, prompt: list[int]) -> bool:
         """Whether a prompt ends within a thought that the template has opened."""
-        if not self.thinks:
-            return False
-        return thoughts.opened(self.tokenizer, prompt)
+        return self.thinks and thoughts.opened(self.tokenizer, prompt)
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """A token alone as text, and its bytes; None if it is part of a character."""
@@ -120,13 +108,8 @@ class ServedModel:
         return text, None if "\ufffd" in text else list(text.encode())
 
     def as_json(self) -> Record:
-        """The model as OpenAI describes it."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "keepsight",
-        }
+        made = {"id": self.name, "object": "model", "created": self.created}
+        return {**made, "owned_by": "keepsight"}
 
 
 def _beginning(body: Rendering) -> dict[str, bool]:

@@ -7,13 +7,13 @@ between that and their API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic.main import IncEx
 
-from keepsight.core.together import Together
+from keepsight.core.together import Ticket, Together
 from keepsight.kinds import Message, Record
 from keepsight.prompt.lengths import characters
 from keepsight.report import Report
@@ -23,13 +23,13 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files, contents_for
 from keepsight.server.forms import form_of
-from keepsight.server.media import Bindings, MessageReader, waits
+from keepsight.server.media import MessageReader, waits
 from keepsight.server.metrics import Metrics
 from keepsight.server.responses import ResponseStore
 from keepsight.server.sampling import sampling
 from keepsight.server.schema import Unused
 from keepsight.server.served_model import ServedModel
-from keepsight.server.streaming import AnswerRequest, AnswerStream, Delta, SchedulerClient
+from keepsight.server.streaming import AnswerRequest, AnswerStream, Arrived, Delta, SchedulerClient
 from keepsight.server.turns import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ _KEY_NOTE = "prompt_cache_key: one process answers all, so there is nothing to r
 
 
 class Service:
-    """One served model."""
-
     def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
         self.vlm, self.config = vlm, config
         self.model = ServedModel(vlm, config.model_name or name)
@@ -51,13 +49,10 @@ class Service:
         self.threads = Threads(lambda: self.active)
         self.scheduler = SchedulerClient(together, self.threads, self.model)
         contents = contents_for(vlm.runtime.store)
-        self.files = Files(
-            config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
-        )
-        self.bindings = Bindings()
+        self.files = Files(config.files_budget, config.file_ttl, contents=contents)
         self.owners = len({key.whose for key in config.keys})  # they share the budgets
-        budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
-        self.responses = ResponseStore(budget, ttl, self.owners, largest=config.bytes("max_body"))
+        budget, ttl = config.responses_budget, config.file_ttl
+        self.responses = ResponseStore(budget, ttl, self.owners, largest=config.max_body)
         self.callers = Callers(config.keys, vlm.tenant)
         self.metrics = Metrics()
         self.metrics.watch(vlm.runtime.stats, together.stats)
@@ -82,34 +77,29 @@ class Service:
             return await self.threads.wait(work)
         return await self.threads.run(work, large)
 
+    def reader(self, body: schema.PixelLimits, visit: Visit) -> MessageReader:
+        """What reads the media of a request."""
+        whose, limits = visit.who().tenant, body.limits()
+        return MessageReader(self.config, self.files, whose, limits, self.model.sizes, visit.unused)
+
     def _rendering(
         self, body: schema.Rendering, visit: Visit
     ) -> tuple[RenderedMessages, Record, str]:
-        caller, unused = visit.who(), visit.unused
-        self.model.check_name(body.model)
-        template = self.model.template_options(body, unused)
+        template = self.model.template_options(body, visit.unused)
         if body.shown_tools:
             self.model.check_tools()
         for i, tool in enumerate(body.tools or ()):
             if isinstance(tool, schema.HostedTool):
-                schema.name_hosted(tool, f"tools[{i}]", unused)
-        tenant = caller.salted(body.cache_salt)
-        reader = MessageReader(
-            self.config,
-            self.files,
-            caller.tenant,
-            body.limits(),
-            self.model.sizes,
-            unused,
-            self.bindings,
-            tenant,
-        )
-        messages = reader.messages(body.messages, self.model.template)
+                schema.name_hosted(tool, f"tools[{i}]", visit.unused)
+        tenant = visit.who().salted(body.cache_salt)
+        messages = self.reader(body, visit).messages(body.messages, self.model.template)
         messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
         return messages, template, tenant
 
     def _asked(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
-        _refuse(body)
+        if body.modalities and body.modalities != ["text"]:
+            raise refused("modalities", "answers are text; expected ['text']")
+        body.check_stream_options()
         _name_unused(body, visit.unused)
         chosen = sampling(body, self.config.max_tokens, self.model.vocabulary, self.model.ends)
         if (body.n or 1) > self.config.max_choices:
@@ -136,96 +126,65 @@ class Service:
     # -- from requests to answers ----------------------------------------------------------------
 
     async def submit(self, ask: AnswerRequest) -> list[AnswerStream]:
-        """Submit all choices of a request, or none of them."""
         answers: list[AnswerStream] = []
+        arrived: Arrived = asyncio.Queue()
         try:
             for choice in range(ask.choices):
-                answers.append(await self.scheduler.submit(ask, choice))
+                answers.append(await self.scheduler.submit(ask, choice, arrived))
         except BaseException:
             for answer in answers:
                 answer.cancel()
             raise
         return answers
 
-    async def prepare(
-        self,
-        messages: list[Message],
-        tenant: str | None = None,
-        account: str | None = None,
-        **options: object,
-    ) -> Report:
+    async def prepare(self, messages: list[Message], visit: Visit, **options: object) -> Report:
         """Encode and prefill; return the report."""
-        seconds = self.config.seconds("request_timeout")
+        async with self.time_limit():
+            account = visit.who().account
+            return await self.scheduler.prepare(messages, account=account, **options)
+
+    @contextlib.asynccontextmanager
+    async def time_limit(self, begun: float | None = None) -> AsyncIterator[None]:
+        """The longest time of an answer; later it is a 504. `begun` by the loop's clock, if not
+        now."""
+        seconds = self.config.request_timeout
+        begun = asyncio.get_running_loop().time() if begun is None else begun
         try:
-            async with asyncio.timeout(seconds):
-                return await self.scheduler.prepare(messages, tenant, account, **options)
+            async with asyncio.timeout_at(begun + seconds):
+                yield
         except TimeoutError:
-            raise _too_long(seconds) from None
+            text = f"the answer took longer than {seconds:.0f} s"
+            raise ApiError(504, text, code="timeout") from None
 
     async def merged(
         self, answers: list[AnswerStream], caller: Caller, visit: Visit
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """The deltas of all choices as they come, with the number of the choice."""
-        arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue()
-
-        async def read(number: int, answer: AnswerStream) -> None:
-            try:
-                async with aclosing(answer.deltas()) as deltas:
-                    async for delta in deltas:
-                        arrived.put_nowait((number, delta))
-                arrived.put_nowait((number, None))
-            except Exception as error:
-                arrived.put_nowait((number, error))
-
-        readers = [asyncio.create_task(read(*pair)) for pair in enumerate(answers)]
-        seconds = self.config.seconds("request_timeout")
-        deadline = asyncio.get_running_loop().time() + seconds
+        left, begun = len(answers), asyncio.get_running_loop().time()
         try:
-            left = len(answers)
             while left:
-                # Not `wait_for`: Python 3.11's drops a cancellation that comes with a result.
-                async with asyncio.timeout_at(deadline):
-                    number, delta = await arrived.get()
-                if isinstance(delta, BaseException):
-                    raise delta
-                if delta is None:
+                async with self.time_limit(begun):  # for each: another task may ask for the next
+                    number, what = await answers[0].arrived.get()
+                if isinstance(what, Ticket):
+                    if what.error is not None:
+                        raise what.error
                     left -= 1
                     continue
-                self._count(delta, caller, visit, number)
+                delta = answers[number].delta(what)
+                if (end := delta.end) is not None:
+                    # The choices share one prompt.
+                    prompt = 0 if number else end.usage.prompt_tokens
+                    caller.spend(end.usage.completion_tokens + prompt)
+                    visit.answered(end.usage, end.report, end.reason)
                 yield number, delta
-        except TimeoutError:
-            raise _too_long(seconds) from None
         finally:
             for answer in answers:
                 answer.cancel()
                 caller.spend(answer.unpaid)  # of a client that hung up
-            for reader in readers:
-                reader.cancel()
-
-    def _count(self, delta: Delta, caller: Caller, visit: Visit, number: int) -> None:
-        if delta.end is None:
-            return
-        usage = delta.end.usage
-        self.metrics.answered(usage, delta.end.report)
-        # The choices share one prompt.
-        caller.spend(usage.completion_tokens + (0 if number else usage.prompt_tokens))
-        visit.answered(usage, delta.end.report, delta.end.reason)
 
     def close(self) -> None:
-        """Let running answers finish, then release everything."""
-        self.scheduler.together.close(self.config.seconds("drain"))
+        self.scheduler.together.close(self.config.drain)
         self.threads.close()
-
-
-def _too_long(seconds: float) -> ApiError:
-    return ApiError(504, f"the answer took longer than {seconds:.0f} s", code="timeout")
-
-
-def _refuse(body: schema.ChatRequest) -> None:
-    """Refuse the values that cannot be honoured."""
-    if body.modalities and body.modalities != ["text"]:
-        raise refused("modalities", "answers are text; expected ['text']")
-    body.check_stream_options()
 
 
 def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:

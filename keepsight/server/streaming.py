@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -26,13 +24,15 @@ from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.server.access import Visit, to_api_error
-from keepsight.server.errors import ApiError
 from keepsight.server.parser import OutputParser, OutputPiece
 from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
+from keepsight.server.schema import KeepsightOptions
 from keepsight.server.served_model import ServedModel
 from keepsight.server.turns import Threads, account, is_large
 
 T = TypeVar("T")
+Arrived = asyncio.Queue[tuple[int, Piece | Ticket]]  # by the numbers of choices
+ScoredToken = tuple[TokenLogprob, list[TokenLogprob]]  # of the answer, and the likeliest ones
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,9 @@ class AnswerRequest:
     account: str | None = None  # account for fair shares; None: the tenant
     form: Format | None = None  # what the answer has to be
 
-    @property
-    def whose(self) -> str | None:
-        """The tenant in the form the library takes."""
-        return self.tenant or None
-
     def rendering(self) -> Record:
-        """The options that decide the prompt."""
         options: Options = {} if self.tools is None else {"tools": self.tools}
         return {**options, "template_kwargs": self.template} if self.template else options
-
-
-@dataclass(frozen=True)
-class ScoredToken:
-    """A token of the answer with its log probability."""
-
-    chosen: TokenLogprob
-    likeliest: list[TokenLogprob]
 
 
 @dataclass
@@ -76,7 +62,7 @@ class Delta:
     """What one step added to an answer."""
 
     pieces: list[OutputPiece] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)  # with their alternatives
     tokens: list[int] = field(default_factory=list)
     end: AnswerEnd | None = None
 
@@ -98,7 +84,7 @@ class SchedulerClient:
     def __init__(self, together: Together, threads: Threads, model: ServedModel) -> None:
         self.together, self._threads, self._model = together, threads, model
 
-    async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
+    async def submit(self, ask: AnswerRequest, choice: int, arrived: Arrived) -> AnswerStream:
         """Submit one choice; bad input and a full queue are refused here."""
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
@@ -106,34 +92,21 @@ class SchedulerClient:
             options["response_format"] = ask.form
 
         def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
-            return self.together.submit(
-                ask.messages,
-                tenant=ask.whose,
-                account=ask.account,
-                on_piece=tell,
-                on_done=tell,
-                **options,
-            )
+            given: Options = {"tenant": ask.tenant or None, "account": ask.account, **options}
+            return self.together.submit(ask.messages, on_piece=tell, on_done=tell, **given)
 
-        ticket, arrived = await self._handed_in(work, is_large(ask.messages))
+        ticket = await self._handed_in(work, is_large(ask.messages), arrived, choice)
         return AnswerStream(ticket, arrived, ask, recorder, self._model)
 
-    async def prepare(
-        self,
-        messages: list[Message],
-        tenant: str | None = None,
-        account: str | None = None,
-        **options: object,
-    ) -> Report:
+    async def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Prefill in turn with other requests; return the report. No thread waits for it, because
         there are few and requests for answers need them."""
-
-        def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
-            return self.together.prepare(
-                messages, tenant=tenant, account=account, on_done=tell, **options
-            )
-
-        ticket, arrived = await self._handed_in(work, is_large(messages))
+        arrived: Arrived = asyncio.Queue()
+        ticket = await self._handed_in(
+            lambda tell: self.together.prepare(messages, on_done=tell, **options),
+            is_large(messages),
+            arrived,
+        )
         try:
             await arrived.get()
         finally:
@@ -146,19 +119,22 @@ class SchedulerClient:
         return ticket.report
 
     async def _handed_in(
-        self, work: Callable[[Callable[[Piece | Ticket], None]], Ticket], large: bool
-    ) -> tuple[Ticket, asyncio.Queue[Piece | Ticket]]:
-        """Submit from some thread, and return the queue of its events."""
+        self,
+        work: Callable[[Callable[[Piece | Ticket], None]], Ticket],
+        large: bool,
+        arrived: Arrived,
+        number: int = 0,
+    ) -> Ticket:
+        """Submit from some thread; its events come to a queue."""
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Piece | Ticket] = asyncio.Queue()
 
         def hand_over(what: Piece | Ticket) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(arrived.put_nowait, what)
+                loop.call_soon_threadsafe(arrived.put_nowait, (number, what))
 
-        future = self._threads.submit(lambda: work(hand_over), large)
+        future = await self._threads.start(lambda: work(hand_over), large)
         try:
-            return await asyncio.wrap_future(future, loop=loop), arrived
+            return await asyncio.wrap_future(future, loop=loop)
         except asyncio.CancelledError:
             future.add_done_callback(_cancel_late)
             raise
@@ -180,71 +156,56 @@ def _cancel_late(future: Future[Ticket]) -> None:
         future.result().cancel()
 
 
+@dataclass
 class AnswerStream:
-    """Streams one choice (`n`) of one request: the pieces of its answer in order."""
+    """One choice (`n`) of one request: what its pieces add to its answer."""
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        arrived: asyncio.Queue[Piece | Ticket],
-        ask: AnswerRequest,
-        recorder: Recorder | None,
-        model: ServedModel,
-    ) -> None:
-        self._ticket, self._arrived, self._ask, self._recorder = ticket, arrived, ask, recorder
-        self._model = model
+    ticket: Ticket
+    arrived: Arrived  # of all choices
+    ask: AnswerRequest
+    recorder: Recorder | None
+    model: ServedModel
+
+    def __post_init__(self) -> None:
         self._speech: OutputParser | None = None  # once the answer has begun
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
         self.unpaid = 0  # tokens written but not in any measurement
 
     def cancel(self) -> None:
-        """Free the place; safe at any time, and twice."""
-        if not self._ticket.done.is_set():
-            self._ticket.cancel()
+        if not self.ticket.done.is_set():
+            self.ticket.cancel()
 
     @property
     def prompt_ids(self) -> list[int]:
         """The tokens of the prompt, once the answer has begun."""
-        ids = self._ticket.prompt_ids
+        ids = self.ticket.prompt_ids
         return [] if ids is None else ids.tolist()
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens."""
-        return 0 if self._ticket.prompt_ids is None else len(self._ticket.prompt_ids)
+        return 0 if self.ticket.prompt_ids is None else len(self.ticket.prompt_ids)
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """The answer, step by step."""
-        try:
-            while isinstance(piece := await self._arrived.get(), Piece):
-                delta = self._delta(piece)
-                if delta.pieces or delta.scored or delta.end or self._ask.shows_tokens:
-                    yield delta
-            if piece.error is not None:
-                raise piece.error
-        finally:
-            self.cancel()
-
-    def _delta(self, piece: Piece) -> Delta:
+    def delta(self, piece: Piece) -> Delta:
+        """What a piece adds."""
         delta = Delta()
         if self._speech is None:
-            opened = not self._ask.continued and self._model.opened_thought(self.prompt_ids)
-            tools = [tool["function"] for tool in self._ask.tools or ()]
+            opened = not self.ask.continued and self.model.opened_thought(self.prompt_ids)
+            tools = [tool["function"] for tool in self.ask.tools or ()]
             schemas = {tool["name"]: tool.get("parameters") or {} for tool in tools}
-            self._speech = OutputParser(opened, self._model.thinks, bool(tools), schemas)
+            self._speech = OutputParser(opened, self.model.thinks, bool(tools), schemas)
         if piece.token is not None:
             delta.tokens.append(piece.token)
             self.unpaid += 1
             self._reasoning += self._speech.thinking
-            if self._recorder is not None:
-                delta.scored.append(ScoredToken(*self._recorder.take(piece.token)))
+            if self.recorder is not None:
+                delta.scored.append(self.recorder.take(piece.token))
         delta.pieces += self._allowed(self._speech.push(piece.text))
         if piece.usage is not None and piece.report is not None:
             delta.pieces += self._allowed(self._speech.finish())
             reason = "tool_calls" if self._calls else piece.finish_reason or "stop"
             seconds = time.perf_counter() - self._begun
-            piece.report.notes += self._ask.notes
+            piece.report.notes += self.ask.notes
             self.unpaid = 0
             delta.end = AnswerEnd(reason, piece.usage, piece.report, self._reasoning, seconds)
         return delta
@@ -253,7 +214,7 @@ class AnswerStream:
         answers = []
         for one in pieces:
             self._calls += one.kind == "call"
-            if one.kind != "call" or self._calls == 1 or not self._ask.one_call:
+            if one.kind != "call" or self._calls == 1 or not self.ask.one_call:
                 answers.append(one)
         return answers
 
@@ -267,36 +228,15 @@ STREAMED: dict[int | str, Record] = {
 }
 
 
-async def unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
-    """The result of some work, which is cancelled when the client hangs up."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            visit.gone = True
-            raise ApiError(400, "the client hung up", code="hung_up")
-        return task.result()
-    finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+_ALIVE = 15.0  # seconds of silence after which a comment keeps the connection open
 
 
 class EventStream(StreamingResponse):
-    """Events as they come; an error on the way is the last event."""
+    """Events as they come; an error on the way is the last event. While a long prompt is read,
+    comments tell proxies that the answer is still to come."""
 
     def __init__(
-        self,
-        events: AsyncGenerator[Event, None],
-        visit: Visit,
-        answers: Sequence[AnswerStream],
+        self, events: AsyncGenerator[Event, None], visit: Visit, answers: Sequence[AnswerStream]
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(_lines(events, visit), media_type="text/event-stream", headers=headers)
@@ -312,18 +252,26 @@ class EventStream(StreamingResponse):
 
 
 async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIterator[str]:
+    following: asyncio.Future[Event | None] = asyncio.ensure_future(anext(events, None))
     try:
-        async with aclosing(events) as source:
-            async for name, data in source:
-                text = data if isinstance(data, str) else dumped(data)
-                yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+        while True:
+            while not (await asyncio.wait({following}, timeout=_ALIVE))[0]:
+                yield ": the answer is still to come\n\n"
+            if (event := following.result()) is None:
+                return
+            following = asyncio.ensure_future(anext(events, None))
+            name, data = event
+            text = data if isinstance(data, str) else dumped(data)
+            yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
     except Exception as error:
-        problem = to_api_error(error, visit)
-        yield f"data: {dumped(problem.body())}\n\n"
+        yield f"data: {dumped(to_api_error(error, visit).body())}\n\n"
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await events.aclose()
 
 
 def dumped(data: object) -> str:
-    """JSON on one line."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -335,16 +283,19 @@ def cached_of(usage: Usage) -> dict[str, int]:
 
 
 def images_of(usage: Usage) -> dict[str, int]:
-    """The counts of images, besides OpenAI's fields."""
-    return {
-        "images": usage.images,
-        "images_encoded": usage.images_encoded,
-        "images_reused": usage.images_reused,
-    }
+    names = ("images", "images_encoded", "images_reused")
+    return {name: getattr(usage, name) for name in names}
+
+
+def measured_of(end: AnswerEnd, usage: Record, keepsight: KeepsightOptions | None) -> Record:
+    """Usage, timings and, on request, the report."""
+    made: Record = {"usage": usage, "timings": timings(end)}
+    if keepsight is not None and keepsight.report:
+        made["keepsight"] = {"report": report_of(end.report)}
+    return made
 
 
 def timings(end: AnswerEnd) -> dict[str, float | int]:
-    """Times and rates in llama.cpp's fields: of the prompt, and of the answer."""
     stages, usage = end.report.milliseconds, end.usage
     queued = stages.get("queued", 0.0)
     prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)

@@ -2,8 +2,8 @@
 
 Small requests are prepared at once, large ones by few threads: Python's threads take turns, so many
 large ones at once would slow down everybody's tokens. What waits for a disk, another server or the
-model has threads of its own. Each account has a queue, and the queues take turns; no account gets
-all threads at once, a quarter is left for later work of others.
+model has threads of its own. No account has more than three quarters of the threads, nor of the
+places in their queue, so others wait behind little.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from keepsight.kinds import Record
 
@@ -39,85 +39,27 @@ class ThreadsInTurn:
     """A fixed number of threads for all accounts together."""
 
     def __init__(self, count: int, name: str, begin: Callable[[], None] | None = None) -> None:
-        self._pool = ThreadPoolExecutor(count, name, begin)
-        self._most = max(1, count - max(1, count // 4))  # most threads of one account at a time
-        self._lines: dict[str, deque[_Work]] = {}  # accounts in order of service
-        self._running: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(count, name, begin)
+        self._most = max(1, count - max(1, count // 4))
+        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run a call in some thread, when it is its account's turn."""
-        future: Future[T] = Future()
-        work = _Work(future, call)
-        future.add_done_callback(lambda _: work.forget())
-        with self._lock:
-            self._pool.submit(self._do_some)  # raises after close
-            self._lines.setdefault(account.get(), deque()).append(work)
+    async def start(self, call: Callable[[], T]) -> Future[T]:
+        """Hand a call to the threads, when it is its account's turn."""
+        turn = self._free.setdefault(account.get(), asyncio.Semaphore(self._most))
+        loop = asyncio.get_running_loop()
+
+        def done(_: object) -> None:  # not before: who hangs up leaves a thread at work
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(turn.release)
+
+        await turn.acquire()
+        future = self.pool.submit(call)
+        future.add_done_callback(done)
         return future
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of a call, for the event loop to await."""
-        return await asyncio.wrap_future(self.submit(call))
-
-    @property
-    def waiting(self) -> int:
-        """The number of calls that wait for a thread."""
-        with self._lock:
-            return sum(map(len, self._lines.values()))
-
-    def _do_some(self) -> None:
-        """Work while something may start. If an account has all its threads, its next call starts
-        when one of them finishes."""
-        whose = self._next(None)
-        while whose is not None:
-            whose = self._next(whose)
-
-    def _next(self, done: str | None) -> str | None:
-        """Run the next call; return its account. `done` is the account whose call just ended."""
-        with self._lock:
-            if done is not None:
-                self._running[done] -= 1
-                if not self._running[done]:
-                    del self._running[done]
-            whose = next((one for one in self._lines if self._running[one] < self._most), None)
-            if whose is None:
-                return None
-            line = self._lines.pop(whose)
-            work = line.popleft()
-            if line:
-                self._lines[whose] = line  # behind all others
-            self._running[whose] += 1
-        work.do()
-        return whose
-
-    def close(self) -> None:
-        """Stop: start no further calls."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            left = [work for line in self._lines.values() for work in line]
-            self._lines.clear()
-        for work in left:
-            work.future.cancel()
-
-
-class _Work:
-    """One waiting call; a cancelled one holds nothing."""
-
-    def __init__(self, future: Future[T], call: Callable[[], T]) -> None:
-        self.future, self._call = future, call
-
-    def do(self) -> None:
-        """Call it, unless it was cancelled."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self._call())  # no longer cancelled, so not forgotten
-        except BaseException as error:
-            self.future.set_exception(error)
-
-    def forget(self) -> None:
-        """Hold the call no longer."""
-        del self._call
+        """The result of a call."""
+        return await asyncio.wrap_future(await self.start(call))
 
 
 class RenderedMessages(list[Record]):
@@ -127,7 +69,6 @@ class RenderedMessages(list[Record]):
 
 
 def is_large(messages: object) -> bool:
-    """Whether making a prompt of some messages is slow."""
     return isinstance(messages, RenderedMessages) and messages.large
 
 
@@ -138,19 +79,21 @@ class Threads:
         """`active`: the number of requests being served."""
         self._active = active
         few = min(_MOST_LARGE, max(1, (os.cpu_count() or 1) // 2))
-        self._small = ThreadsInTurn(8, "keepsight-small")
+        self.small = ThreadsInTurn(8, "keepsight-small")
         self.large = ThreadsInTurn(few, "keepsight-large", _give_way)
-        self._waiting = ThreadsInTurn(32, "keepsight-waiting")
-        self.wait = self._waiting.run  # what waits for a disk, another server or the model
+        self.waiting = ThreadsInTurn(32, "keepsight-waiting")
+        self.wait = self.waiting.run  # what waits for a disk, another server or the model
         self._own = threading.local()
 
-    def submit(self, work: Callable[[], T], large: bool = False) -> Future[T]:
-        """Run a call in some thread."""
-        return self.large.submit(lambda: self._rested(work)) if large else self._small.submit(work)
+    async def start(self, work: Callable[[], T], large: bool = False) -> Future[T]:
+        """Hand work to some thread."""
+        if large:
+            return await self.large.start(lambda: self._rested(work))
+        return await self.small.start(work)
 
     async def run(self, work: Callable[[], T], large: bool = False) -> T:
-        """The result of a call, for the event loop to await."""
-        return await asyncio.wrap_future(self.submit(work, large))
+        """The result of some work."""
+        return await asyncio.wrap_future(await self.start(work, large))
 
     def _rested(self, work: Callable[[], T]) -> T:
         """Call it after this thread has rested as long as it worked before, if others are served:
@@ -166,9 +109,9 @@ class Threads:
             self._own.until = time.monotonic() + spent
 
     def close(self) -> None:
-        """Stop: start no further calls."""
-        for threads in (self._small, self.large, self._waiting):
-            threads.close()
+        """Start no further calls."""
+        for threads in (self.small, self.large, self.waiting):
+            threads.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _give_way() -> None:

@@ -48,10 +48,7 @@ def mark(colour: str) -> str:
 
 
 mark.inputs["colour"]["enum"] = ["red", "green", "blue"]
-schema = {
-    "type": "json_schema",
-    "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True},
-}
+schema = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}
 model.kwargs["max_tokens"] = 200
 reply = model([{"role": "user", "content": parts}], response_format=schema)
 check(json.loads(reply.content)["colour"] in ("red", "green", "blue"), "a structured answer")
