@@ -21,7 +21,7 @@ from PIL import Image
 import keepsight as ks
 from keepsight.errors import ImageError
 from keepsight.formats.package import storage_bytes
-from keepsight.media.caches import Downloads, MediaCaches
+from keepsight.media.caches import MediaCaches
 from keepsight.store import MemoryCache, writer
 from keepsight.store.writer import Counts
 from keepsight.system.accounts import under_salt
@@ -194,14 +194,14 @@ def test_a_url_that_cannot_be_fetched_leaves_nothing(small: Any) -> None:
 
 
 def test_what_urls_gave_expires_and_endless_ones_are_not_kept(site: Site) -> None:
-    shelf = MediaCaches.of(1 << 20, ttl=100.0).downloads
-    downloads = Downloads(shelf)
-    assert downloads.get(f"{site.url(1)}?{'x' * 10_000}") == noise(1) and not shelf.nbytes
-    downloads.get(site.url(1))
+    caches = MediaCaches.of(1 << 20, ttl=100.0)
+    shelf = caches.downloads
+    assert caches.fetch("", f"{site.url(1)}?{'x' * 10_000}") == noise(1) and not shelf.nbytes
+    caches.fetch("", site.url(1))
     one = shelf.nbytes
     shelf._clock = lambda: 1e12  # type: ignore[method-assign]
     assert one and shelf.get("", site.url(1)) is None
-    downloads.get(site.url(2))  # and what nobody asks for any more goes too
+    caches.fetch("", site.url(2))  # and what nobody asks for any more goes too
     assert abs(shelf.nbytes - one) < 1000
 
 

@@ -24,7 +24,7 @@ from keepsight.kinds import Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes, parse_messages, with_media
+from keepsight.prompt.messages import kept_notes
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply, Report
 from keepsight.session.session import Session
@@ -42,7 +42,7 @@ class Prefix:
         messages: list[Message] | None = None,
     ) -> None:
         if messages is not None:
-            history.messages = _named(runtime, messages, call.tenant)
+            history.messages = history.named(messages)
         self._runtime, self._history, self._call = runtime, history, call
         self._held: Node | None = None
         self._namespace = ""
@@ -232,14 +232,3 @@ def behind(first: Prompt, second: Prompt) -> Prompt:
         ranges=(*first.ranges, *moved),
         text=None,
     )
-
-
-def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Message]:
-    """The messages with their media named once, for all queries."""
-    clean, given = parse_messages(messages)
-    with runtime.lock:
-        runtime.require_open()
-        runtime.refresh(tenant=tenant)
-        vision = runtime.vision_of(tenant)
-        media = [vision.name(thing, kind, keep=True) for kind, thing in given]
-    return with_media(clean, media)

@@ -22,9 +22,9 @@ from keepsight.errors import InputError
 from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.live import Frames
-from keepsight.media.medium import MEDIA, Pictures
+from keepsight.media.medium import Pictures
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes
+from keepsight.prompt.messages import kept_notes, parse_messages, with_media
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
@@ -66,7 +66,7 @@ class Session:
         complete."""
         left: Options = dict(options)
         message = user_turn(given, left)
-        return self.answer([*self.messages, self.named(message)], left)
+        return self.answer([*self.messages, *self.named(message)], left)
 
     @shows(Asking)
     async def aask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
@@ -85,7 +85,7 @@ class Session:
         asked: list[Message] = []
 
         def answer() -> Iterator[Piece]:
-            asked.extend([*self.messages, self.named(message)])
+            asked.extend([*self.messages, *self.named(message)])
             return self._pieces(asked, left)
 
         self._awaited, text = True, ""
@@ -160,18 +160,14 @@ class Session:
                 piece.report.notes += [*self.notes, *kept_notes(self.messages)]
             yield piece
 
-    def named(self, message: Message) -> Message:
-        """The message with its pictures named once, for this and all later turns."""
+    def named(self, messages: Message | list[Message]) -> list[Message]:
+        """Messages with their pictures named once, for this and all later turns."""
+        clean, given = parse_messages(messages)
         with self.runtime.lock:
             self.runtime.require_open()
             self.runtime.refresh(tenant=self.tenant)
-            parts = [
-                dict(part, **{kind: self.vision.name(part[kind], kind, keep=True)})
-                if (kind := part["type"]) in MEDIA
-                else part
-                for part in message["content"]
-            ]
-        return dict(message, content=parts)
+            media = [self.vision.name(thing, kind, keep=True) for kind, thing in given]
+        return with_media(clean, media)
 
     def prepare(self, asked: list[Message]) -> None:
         """Encode and prefill a history now, to answer later."""

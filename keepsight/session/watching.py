@@ -145,7 +145,10 @@ class WatchedVideo:
         rows = np.stack(frames)
         rows.setflags(write=False)  # nobody else has it, so the session need not copy it
         clip: Record = {"frames": rows, "fps": self.fps, "sampled": True}
-        video = self.session.named({"content": [{"type": "video", "video": clip}]})["content"][0]
+        [shown] = self.session.named(
+            {"role": "user", "content": [{"type": "video", "video": clip}]}
+        )
+        video = shown["content"][0]
         messages = self.session.messages
         place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
         asked = [*messages, user_message(question)]
