@@ -12,7 +12,6 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -172,12 +171,7 @@ class WatchedVideo:
     def __enter__(self) -> WatchedVideo:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
