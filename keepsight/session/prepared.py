@@ -19,8 +19,9 @@ import torch
 from keepsight.core.answer import answer, asked, read
 from keepsight.core.call import Call
 from keepsight.core.runtime import Runtime
+from keepsight.core.signatures import shows
 from keepsight.errors import InputError, UnsupportedInput
-from keepsight.kinds import Message, Options
+from keepsight.kinds import Asking, Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
@@ -68,15 +69,9 @@ class Prefix:
 
     # -- queries -----------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        *given: Pictures | None,
-        images: Pictures | None = None,
-        question: str | None = None,
-        **options: object,
-    ) -> Reply:
+    @shows(Asking)
+    def ask(self, *given: Pictures | None, **options: object) -> Reply:
         """Ask one question, with or without images, after the prefix; in either order."""
-        options |= {"images": images, "question": question}
         return self.chat([user_turn(given, options)], **options)
 
     def chat(self, messages: list[Message], **options: object) -> Reply:

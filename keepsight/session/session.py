@@ -111,24 +111,14 @@ class Session:
             if given.get(name) is None:
                 content = self.messages[spot]["content"]
                 given[name] = [part[kind] for part in content if part.get("type") == kind]
-        before = self.messages
-        self.messages = self.messages[:spot]
-        try:
-            return Reply.of(self.stream(text, **given))
-        except BaseException:
-            self.messages = before
-            raise
+        asked = [*self.messages[:spot], *self.named(user_turn((text,), given))]
+        return Reply.of(self.answer(asked, given))
 
     @shows(Answering)
     def regenerate(self, **options: Unpack[Generating]) -> Reply:
         """Answer the last user turn again."""
-        spot = self._user_turn(-1)
-        before = self.messages
-        try:
-            return Reply.of(self.answer(self.messages[: spot + 1], dict(options)))
-        except BaseException:
-            self.messages = before
-            raise
+        asked = self.messages[: self._user_turn(-1) + 1]
+        return Reply.of(self.answer(asked, dict(options)))
 
     def fork(self) -> Session:
         """A new conversation with the same history."""
