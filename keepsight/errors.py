@@ -2,38 +2,6 @@
 
 Each one says what was wrong, what was expected and what to do. They also inherit the matching
 builtin, so `except ValueError` keeps working for people who never heard of this module.
-
-    KeepsightError
-    ├── InputError (ValueError)            something handed to a call cannot be used
-    │   ├── ImageError                     one image: not an image, truncated, absurd size or dtype
-    │   │   └── MediaChanged               a file changed between being named and being encoded
-    │   ├── MessagesError                  the shape of a conversation
-    │   ├── GrammarError                   a form of answers that no grammar expresses, or a bad one
-    │   ├── PlaceholderMismatch            more images than placeholders, or the reverse
-    │   ├── PinsFull                       more pinned than a quota or a budget has room for
-    │   ├── PromptTooLong                  longer than the model's context
-    │   └── UnsupportedInput               understood, but impossible here, such as video
-    ├── UnfinishedAnswer (ValueError)      an answer that was cut before its form was complete
-    ├── UnknownOption (TypeError)          an unknown keyword; suggests the nearest one
-    ├── FileError (ValueError)             a `.sight` or `.keep` file
-    │   ├── NotKeepsightFile               not one of ours, or truncated before its header
-    │   ├── WrongFormatVersion             written by another version of the format
-    │   ├── DamagedFile                    truncated, flipped bits, or a header that lies
-    │   ├── WrongIdentity                  sound, but made for other weights, settings or model
-    │   └── MadeElsewhere                  made in another way, where the caller allows only ours
-    ├── StoreError (OSError)               a store folder that cannot be used
-    │   └── NotStored                      entries that were handed over and are not in the store
-    ├── ModelError (RuntimeError)          the model itself
-    │   ├── ModelKeepsChanging             changed in every pass: no answer belongs to one model
-    │   ├── TowerRan                       a tower was about to run inside `blindfold()`
-    │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
-    │   ├── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
-    │   └── UpstreamChanged                something in Transformers is not where it was
-    ├── Busy (RuntimeError)                as many requests are in flight as are allowed
-    ├── Closed (RuntimeError)              used after `close()`
-    │   └── Forked                         used in a fork of the process that loaded it
-    ├── MissingExtra (ImportError)         an optional library is not installed
-    └── WrongTorchvision (ImportError)     torchvision was built for another PyTorch
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from PIL import Image
 import keepsight as ks
 from keepsight.errors import ImageError
 from keepsight.formats.package import storage_bytes
-from keepsight.media.caches import Downloads, MediaCaches
-from keepsight.store import MemoryCache, writer
+from keepsight.media.caches import MediaCaches
+from keepsight.store import writer
 from keepsight.store.writer import Counts
-from keepsight.system.accounts import under_salt
 
 
 def noise(seed: int) -> bytes:
@@ -194,54 +193,15 @@ def test_a_url_that_cannot_be_fetched_leaves_nothing(small: Any) -> None:
 
 
 def test_what_urls_gave_expires_and_endless_ones_are_not_kept(site: Site) -> None:
-    shelf = MediaCaches.of(1 << 20, ttl=100.0).downloads
-    downloads = Downloads(shelf)
-    assert downloads.get(f"{site.url(1)}?{'x' * 10_000}") == noise(1) and not shelf.nbytes
-    downloads.get(site.url(1))
+    caches = MediaCaches.of(1 << 20, ttl=100.0)
+    shelf = caches.downloads
+    assert caches.fetch("", f"{site.url(1)}?{'x' * 10_000}") == noise(1) and not shelf.nbytes
+    caches.fetch("", site.url(1))
     one = shelf.nbytes
     shelf._clock = lambda: 1e12  # type: ignore[method-assign]
     assert one and shelf.get("", site.url(1)) is None
-    downloads.get(site.url(2))  # and what nobody asks for any more goes too
+    caches.fetch("", site.url(2))  # and what nobody asks for any more goes too
     assert abs(shelf.nbytes - one) < 1000
-
-
-def test_names_have_a_budget_of_their_own() -> None:
-    names: MemoryCache[str] = MemoryCache(10_000, len)
-    for number in range(300):
-        names.put(f"tenant {number % 3}", str(number), "x" * 100)
-        names.check()
-    assert names.nbytes == 10_000 == sum(names.bytes_of(f"tenant {n}") for n in range(3))
-    assert names.get("tenant 2", "299") and names.get("tenant 0", "0") is None
-    names.forget("tenant 0", lambda name: name.startswith("x"))
-    names.clear("tenant 1")
-    assert names.nbytes == names.bytes_of("tenant 2") > 0
-    names.check()
-
-
-def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
-    shelf: MemoryCache[str] = MemoryCache(1000, len, quota=300)
-    shelf.put("a", "first", "x" * 100)
-    for number in range(9):
-        shelf.put("b", str(number), "x" * 100)
-        shelf.get("b", "0")
-        shelf.check()
-    assert shelf.get("a", "first") and shelf.get("b", "0") and shelf.get("b", "8")
-    assert shelf.bytes_of("b") == 300
-    shelf.put("b", "too large", "x" * 301)
-    shelf.pop("b", "none")
-    assert shelf.bytes_of("b") == 300
-    salted = under_salt("b", "salt")
-    shelf.put(salted, "key", "x" * 100)
-    shelf.check()
-    assert (shelf.bytes_of("b"), shelf.bytes_of(salted), shelf.get("a", "first")) == (
-        200,
-        100,
-        "x" * 100,
-    )
-    shelf.clear(salted)
-    shelf.put("b", "empty", "")
-    shelf.check()
-    assert shelf.bytes_of("b") == 200
 
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:

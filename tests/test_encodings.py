@@ -33,31 +33,9 @@ from keepsight.prompt.encodings import Encodings
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]"]
 BITS = [
-    *(
-        "a",
-        "b ",
-        " c",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "\u00a0",
-        "\u2581",
-        "e\u0301",
-        "\u0301",
-        "\ufb01x",
-    ),
-    *(
-        "\u4e2d\u6587",
-        "\U0001f469\u200d\U0001f467",
-        "12",
-        "'s",
-        "<",
-        "|",
-        "im_end",
-        "<|im_",
-        "\u0e33",
-    ),
+    *("a", "b ", " c", "  ", "\n", "\n\n", "\t", "\u00a0", "\u2581", "e\u0301", "\u0301"),
+    *("\ufb01x", "\u4e2d\u6587", "\U0001f469\u200d\U0001f467", "12", "'s", "<", "|"),
+    *("im_end", "<|im_", "\u0e33"),
     *("The quick brown fox.", "x = [1, 2]", "\u200d", "\r\n", "\u1100\u1161", "<|x|>", "INST"),
 ]
 TRAINED = ["the quick brown fox jumps over the lazy dog " * 3, "x = [1, 2]\n\ndef f(): pass\n" * 3]
@@ -190,35 +168,31 @@ def test_a_tokenizer_that_ends_texts_is_not_cut() -> None:
     assert not len(mine)
 
 
-def renormalized(tokenizer: Any) -> None:
-    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-
-
-def spaced(tokenizer: Any) -> None:
-    level = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = level
-
-
 def started(tokenizer: Any) -> None:
     pair = ("<s>", tokenizer.convert_tokens_to_ids("<s>"))
     post = processors.TemplateProcessing(single="<s> $A", special_tokens=[pair])
     tokenizer.backend_tokenizer.post_processor = post
 
 
-def added(tokenizer: Any) -> None:
-    tokenizer.add_tokens([AddedToken("quick", special=False, normalized=False)])
+def added(name: str, **more: bool) -> Callable[[Any], None]:
+    token = AddedToken(name, special=False, normalized=False, **more)
+    return lambda tokenizer: tokenizer.add_tokens([token])
 
 
-def added_again(tokenizer: Any) -> None:
-    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False, lstrip=True)])
-
-
-def added_longer(tokenizer: Any) -> None:
-    tokenizer.add_special_tokens({"additional_special_tokens": ["A</s>"]})
+def with_part(name: str, part: Any) -> Callable[[Any], None]:
+    return lambda tokenizer: setattr(tokenizer.backend_tokenizer, name, part)
 
 
 @pytest.mark.parametrize(
-    "change", [renormalized, spaced, started, added, added_again, added_longer]
+    "change",
+    [
+        with_part("normalizer", normalizers.Lowercase()),
+        with_part("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        started,
+        added("quick"),
+        added("<think>", lstrip=True),
+        lambda tokenizer: tokenizer.add_special_tokens({"additional_special_tokens": ["A</s>"]}),
+    ],
 )
 def test_a_changed_tokenizer_is_asked_again(change: Callable[[Any], None]) -> None:
     model, processor = build("qwen3_vl")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from models import build, picture, stock_inputs, turn
-from PIL import Image
 
 import keepsight as ks
 from keepsight.errors import (
@@ -21,83 +19,6 @@ from keepsight.errors import (
     PlaceholderMismatch,
     UnsupportedInput,
 )
-
-BAD_IMAGES = [
-    (b"not an image", ImageError),
-    (b"", ImageError),
-    ("/no/such/file.png", ImageError),
-    ("data:image/png;base64,!!!!", ImageError),
-    ("just words", ImageError),
-    (Image.new("RGB", (0, 0)), ImageError),
-    (Image.new("RGB", (20000, 1)), ImageError),
-    (np.zeros((4, 4, 3), dtype=np.float32), ImageError),
-    (np.zeros((5, 5, 7), dtype=np.uint8), ImageError),
-    (np.zeros((0, 4, 3), dtype=np.uint8), ImageError),
-    (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), ImageError),
-    (torch.zeros(4, 4, 3, dtype=torch.uint8).to_sparse(), ImageError),
-    (torch.zeros(4, 4, 3, dtype=torch.uint8, device="meta"), ImageError),
-    (42, ImageError),
-]
-
-
-@pytest.mark.parametrize(("image", "error"), BAD_IMAGES, ids=range(len(BAD_IMAGES)))
-def test_bad_images(demo_parts: Any, image: Any, error: type[Exception]) -> None:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm:
-        good = vlm.ask(picture(1), "Describe it.", max_new_tokens=4)
-        with pytest.raises(error):
-            vlm.ask(image, "Describe it.")
-        with pytest.raises(error):
-            vlm.encode(image)
-        again = vlm.ask(picture(1), "Describe it.", max_new_tokens=4)
-        assert again.tokens == good.tokens
-        vlm.runtime.tree.check()
-
-
-def test_all_forms_of_one_image_are_one_image(demo: Any, tmp_path: Path) -> None:
-    import base64
-    import io
-
-    image = picture(1)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    data = buffer.getvalue()
-    path = tmp_path / "ä picture.png"
-    path.write_bytes(data)
-    array = np.asarray(image)
-    forms = [
-        image,
-        path,
-        str(path),
-        path.as_uri(),
-        data,
-        "data:image/png;base64," + base64.b64encode(data).decode(),
-        array,
-        torch.from_numpy(array.copy()),
-        torch.from_numpy(array.copy()).permute(2, 0, 1),
-        demo.encode(image),
-    ]
-    replies = [demo.ask(form, "Describe it.", max_new_tokens=6) for form in forms]
-    assert len({tuple(reply.tokens) for reply in replies}) == 1
-    assert sum(reply.usage.images_encoded for reply in replies) == 0  # `encode` was first
-    assert all(reply.usage.cached_tokens for reply in replies[1:])
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_pil_modes_as_the_stock_processor_sees_them(demo_parts: Any, mode: str) -> None:
-    model, processor = demo_parts["demo"]
-    image = picture(1).convert("L") if mode == "I;16" else picture(1)
-    image = image.convert(mode)
-    with ks.wrap(model, processor) as vlm:
-        try:
-            inputs = stock_inputs(processor, [turn("Describe it.", image)])
-        except Exception:
-            with pytest.raises(ImageError):
-                vlm.ask(image, "Describe it.")
-            return
-        stock = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-        ours = vlm.ask(image, "Describe it.", max_new_tokens=6)
-        assert ours.tokens == stock[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def test_message_shapes(demo: Any) -> None:
@@ -141,19 +62,6 @@ def test_bad_messages(demo_parts: Any, messages: Any, error: type[Exception]) ->
         with pytest.raises(error):
             vlm.chat(messages)
         assert vlm.chat([turn("Hello!")], max_new_tokens=2).tokens
-
-
-def test_typed_control_tokens_stay_text(demo: Any) -> None:
-    typed = "Is <|image_pad|> or <|im_end|>\n<|im_start|>system here?"
-    messages = [turn(typed, picture(1))]
-    prompt = demo.render(messages)
-    tokenizer = demo.processor.tokenizer
-    pads = int((prompt.ids == demo.runtime.family.image_token_id).sum())
-    assert pads == prompt.media[0].tokens
-    assert int((prompt.ids == tokenizer.convert_tokens_to_ids("<|im_start|>")).sum()) == 2
-    assert typed in tokenizer.decode(prompt.ids)
-    assert demo.verify(messages).equal
-    assert demo.chat([turn("Just <|image_pad|> text.")], max_new_tokens=2).usage.images == 0
 
 
 def test_bad_tensors() -> None:

@@ -61,18 +61,6 @@ def test_answers_are_those_of_stock_and_the_tower_is_not_called(kind: str) -> No
     assert torch.equal(script(model, processor, NEXT), wanted[2])
 
 
-def test_the_demo_model(demo: Any) -> None:
-    model, processor = demo.model, demo.processor
-    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello there"}]}]
-    inputs = processor.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
-    wanted = model.generate(**inputs, **GREEDY)
-    with ks.installed(model, processor) as vlm:
-        assert torch.equal(model.generate(**inputs, **GREEDY), wanted)
-        assert vlm.report().prompt_tokens == inputs["input_ids"].shape[1]
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},

@@ -186,12 +186,6 @@ def test_a_known_image_is_neither_decoded_nor_preprocessed(
     )
 
 
-def test_grey_arrays_are_grey_pictures(vlm: Any) -> None:
-    grey = np.asarray(picture(6).convert("L"))
-    assert_seen_as(vlm, grey, picture(6).convert("L"))
-    assert_seen_as(vlm, torch.from_numpy(grey.copy()), picture(6).convert("L"))
-
-
 # -- names -------------------------------------------------------------------------------------
 
 
@@ -386,12 +380,6 @@ def test_tiny_images_are_seen(asked: Any, size: tuple[int, int]) -> None:
     image = Image.new("RGB", size, (200, 30, 30))
     assert_seen_as(asked, image, image)
     assert asked.ask(image, "What is it?", max_new_tokens=1).usage.images == 1
-
-
-def test_a_source_is_opened_once(asked: Any) -> None:
-    source = open_source(PNG)
-    assert open_source(source) is source
-    assert asked.runtime.vision.name(source).key == asked.runtime.vision.name(PNG).key
 
 
 def test_a_medium_is_data(asked: Any) -> None:

@@ -117,29 +117,30 @@ def test_several_pictures_shown_whole() -> None:
     assert torch.equal(joined["batch_num_images"], inputs["batch_num_images"])
 
 
-def test_pictures_that_are_not_split() -> None:
-    """Idefics 3 without splitting: each picture is one tile, and still one medium."""
-    _, processor = build("idefics3")
+@pytest.mark.parametrize(
+    ("kind", "option", "tokens"),
+    [
+        ("idefics3", "do_image_splitting", [4, 4, 4]),  # each picture is one tile, and one medium
+        ("lfm2_vl", "use_image_special_tokens", None),  # each tile is a medium
+        ("minicpmv4_6", "use_image_id", [52, 47, 52]),  # what opens an image tells it from a slice
+    ],
+)
+def test_pictures_packed_without_what_the_processor_adds(
+    kind: str, option: str, tokens: list[int] | None
+) -> None:
+    _, processor = build(kind)
+    images = [SQUARE, WIDE, SQUARE]
     text = processor.apply_chat_template(
-        [turn("These:", SQUARE, WIDE)], add_generation_prompt=True, tokenize=False
+        [turn("These:", *images)], add_generation_prompt=True, tokenize=False
     )
-    options = {"do_image_splitting": False, "return_tensors": "pt"}
-    inputs = dict(processor(text=[text], images=[SQUARE, WIDE], **options))
-    assert [_tokens(pixels) for pixels in _split("idefics3", inputs)] == [4, 4]
-    assert _both("idefics3", inputs) < 1e-4
-
-
-def test_pictures_without_marks() -> None:
-    """LFM2-VL written without its tokens: each tile is a medium, the answer that of stock."""
-    _, processor = build("lfm2_vl")
-    text = processor.apply_chat_template(
-        [turn("These:", SQUARE, WIDE)], add_generation_prompt=True, tokenize=False
-    )
-    options = {"use_image_special_tokens": False, "return_tensors": "pt"}
-    inputs = dict(processor(text=[text], images=[SQUARE, WIDE], **options))
-    split = _split("lfm2_vl", inputs)
-    assert len(split) == len(inputs["pixel_values"])
-    assert _both("lfm2_vl", inputs) < 1e-4
+    inputs = dict(processor(text=[text], images=images, return_tensors="pt", **{option: False}))
+    split = _split(kind, inputs)
+    if tokens is None:
+        assert len(split) == len(inputs["pixel_values"])
+    else:
+        assert [_tokens(pixels) for pixels in split] == tokens
+        assert split[0].key == split[2].key
+    assert _both(kind, inputs) < 1e-4
 
 
 def test_padding_of_patches_is_nobodys() -> None:
@@ -152,20 +153,6 @@ def test_padding_of_patches_is_nobodys() -> None:
         more[name] = torch.cat([inputs[name], blank], 1)
     keys = [[pixels.key for pixels in _split("lfm2_vl", given)] for given in (inputs, more)]
     assert keys[0] == keys[1]
-
-
-def test_pictures_without_numbers() -> None:
-    """MiniCPM-V without `<image_id>`: what opens an image still tells it from a slice."""
-    _, processor = build("minicpmv4_6")
-    text = processor.apply_chat_template(
-        [turn("These:", SQUARE, WIDE, SQUARE)], add_generation_prompt=True, tokenize=False
-    )
-    options = {"use_image_id": False, "return_tensors": "pt"}
-    inputs = dict(processor(text=[text], images=[SQUARE, WIDE, SQUARE], **options))
-    split = _split("minicpmv4_6", inputs)
-    assert [pixels.layout for pixels in split] == [(16, 18, 18), (15, 16, 16), (16, 18, 18)]
-    assert split[0].key == split[2].key
-    assert _both("minicpmv4_6", inputs) < 1e-4
 
 
 def test_a_tile_of_zeros_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import keepsight as ks
 from keepsight.errors import UnsupportedModel
 from keepsight.models import families
 from keepsight.models.families import base
-from keepsight.stock import probe
 
 
 @pytest.fixture
@@ -159,20 +157,3 @@ def test_a_picture_is_framed_as_the_chat_template_does_it(monkeypatch: pytest.Mo
     with pytest.raises(UnsupportedModel, match="could not be shown exact") as refused:
         ks.wrap(model, processor)
     assert str(refused.value).count("one picture: ") == 1  # said once for all ways that were tried
-
-
-def test_stock_gets_the_lists_of_a_processor_as_they_are() -> None:
-    """Views of unlike sizes come as a list of tensors; what follows is the model's to say."""
-    given: dict[str, Any] = {}
-
-    class Asked:
-        device, dtype = torch.device("cpu"), torch.bfloat16
-
-        def generate(self, **options: Any) -> Any:
-            given.update(options)
-            return SimpleNamespace(logits=(torch.zeros(1, 2),))
-
-    views = [torch.zeros(1), torch.zeros(2)]
-    model: Any = Asked()
-    probe._stock(model, {"pixel_values": torch.zeros(2), "views": views})  # type: ignore[dict-item]
-    assert given["views"] is views and given["pixel_values"].dtype == torch.bfloat16

@@ -263,14 +263,6 @@ def test_the_curves_of_the_example_are_the_same(
     assert "the losses are the same" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_example_teaches() -> None:
-    example = runpy.run_path(str(ROOT / "examples" / "finetune.py"))
-    both = example["main"]([])
-    assert both["packages"]["losses"] == pytest.approx(both["pixels"]["losses"], rel=1e-4)
-    assert both["untaught"] == 0 and both["packages"]["right"] > 0.8
-
-
 # -- workers -------------------------------------------------------------------------------------
 
 

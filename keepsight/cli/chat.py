@@ -158,7 +158,7 @@ class Shell:
         start = time.perf_counter()
         first, said = None, ""
         words = WrittenWords(self.console)
-        asked = [*session.messages, session.named(user_turn((question, images or None), {}))]
+        asked = [*session.messages, *session.named(user_turn((question, images or None), {}))]
         pieces = session.answer(asked, dict(self.options))
         try:
             with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory

@@ -114,9 +114,8 @@ def _remembered(model: PreTrainedModel) -> tuple[int, int]:
 def _tokens_of_picture(
     family: Family, path: str, size: tuple[int, int], revision: str | None
 ) -> int:
-    caches = MediaCaches.of(_NOTHING)
     processor = loading.load_processor(path, revision)
-    namer = Namer(family, processor, {}, None, caches.aliases, caches.downloads_of(""))
+    namer = Namer(family, processor, {}, None, MediaCaches.of(_NOTHING))
     source = open_source(PIL.Image.new("RGB", size))
     layout = namer.run_processor(source.decode(), source).layout
     return sum(part for part in layout if isinstance(part, int))

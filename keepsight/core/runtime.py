@@ -232,9 +232,8 @@ class Runtime:
             return known
         self._make_room_for(tenant)
         store, settings = self.store_of(tenant), self.settings
-        kept = (self.caches.aliases, self.caches.downloads_of(tenant))
         how = (self.family, self.processor, self.image_options)
-        namer = Namer(*how, store, *kept, tenant, self._ttl)
+        namer = Namer(*how, store, self.caches, tenant, self._ttl)
         options = (settings.accept_features, tenant, self._ttl, settings.feature_codec)
         self.visions[tenant] = vision = Vision(self.family, namer, self.caches, store, *options)
         vision.tower.about = about(self.model, self.processor)

@@ -19,31 +19,6 @@ from keepsight.system.lock import Mutex
 _LONGEST = 4096  # longest URL that is remembered
 
 
-class Downloads:
-    """Downloads of one tenant by URL; thread-safe, in memory shared by all tenants.
-
-    An address is asked each time: what it gave before is used only if its server says that it is
-    unchanged.
-    """
-
-    def __init__(self, kept: MemoryCache[Download], tenant: str = "") -> None:
-        self._kept, self._tenant = kept, tenant
-
-    def get(self, url: str) -> bytes:
-        """What a URL gives now."""
-        known = self._kept.get(self._tenant, url)
-        now = download(url, known)
-        if now is not known:
-            self._kept.pop(self._tenant, url)
-            if now.asking and len(url) <= _LONGEST:
-                self._kept.put(self._tenant, url, now)
-        return now.data
-
-    def clear(self) -> None:
-        """Forget what all URLs gave."""
-        self._kept.clear(self._tenant)
-
-
 class KeptBySessions:
     """What sessions were given, for as long as a session has it in its history; thread-safe.
 
@@ -114,9 +89,15 @@ class MediaCaches:
             MemoryCache(_NAMES, lambda content: _TEXT),
         )
 
-    def downloads_of(self, tenant: str) -> Downloads:
-        """The downloads of one tenant."""
-        return Downloads(self.downloads, tenant)
+    def fetch(self, tenant: str, url: str) -> bytes:
+        """What a URL gives now; what it gave before only if its server says that is unchanged."""
+        known = self.downloads.get(tenant, url)
+        now = download(url, known)
+        if now is not known:
+            self.downloads.pop(tenant, url)
+            if now.asking and len(url) <= _LONGEST:
+                self.downloads.put(tenant, url, now)
+        return now.data
 
     def stats(self, tenant: str | None) -> dict[str, int | None]:
         """Bytes and packages, of all tenants or of one."""

@@ -105,8 +105,7 @@ class Vision:
 
     def admit_looked(self, looked: Inspected) -> Medium:
         """The medium of a look made by some thread; it is known from now on."""
-        if looked.pixels is not None:
-            self._caches.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
+        self.expect([looked])
         self.namer.learn(looked)
         return self.medium_of(looked)
 
@@ -289,19 +288,11 @@ class Vision:
     ) -> tuple[Package, str]:
         """The features of a medium on the model's device, and their origin. New ones are remembered
         if `keep`, called after the tower, returns True."""
-        device = self._family.model.device
         if isinstance(medium.recall, Package):
-            return medium.recall.on(device), "caller"
-        package = self._caches.packages.get(self._tenant, medium.feature_id)
-        if package is not None:
-            self._counts["memory"] += 1
-            return package.on(device), "memory"
-        tier = self._tier(medium.feature_id)
-        package = self._from_store(medium.feature_id, medium.tokens)
-        if package is not None:
-            self._counts["disk"] += 1
-            self._keep(package)
-            return package, tier
+            return medium.recall.on(self._family.model.device), "caller"
+        if (known := self._known(medium.feature_id, medium.tokens)) is not None:
+            self._counts[_COUNTED.get(known[1], "disk")] += 1
+            return known
         if medium.steps:
             return self._video(medium, keep)
         package = self.encode_medium(medium, beside)
@@ -323,17 +314,24 @@ class Vision:
         return self.tower.join(video, steps), where
 
     def _find_step(self, video: Medium, step: VideoStep, known: dict[str, Package]) -> str:
-        name, tokens = step.feature_id, video.tokens // len(video.steps)
+        name = step.feature_id
         if name in known:
             return "memory"
-        package, tier = self._caches.packages.get(self._tenant, name), self._tier(name)
-        if package is None:
-            package = self._from_store(name, tokens)
-            if package is None:
-                return "tower"
-            self._keep(package)
-        known[name] = package.on(self._family.model.device)
+        found = self._known(name, video.tokens // len(video.steps))
+        if found is None:
+            return "tower"
+        known[name], tier = found
         return tier
+
+    def _known(self, feature_id: str, tokens: int) -> tuple[Package, str] | None:
+        """Features that exist, on the model's device, and where they were."""
+        package, tier = self._caches.packages.get(self._tenant, feature_id), "memory"
+        if package is None:
+            tier = self._tier(feature_id)
+            if (package := self._from_store(feature_id, tokens)) is None:
+                return None
+            self._keep(package)
+        return package.on(self._family.model.device), tier
 
     def _remember(self, made: list[Package], cost: float, keep: Callable[[], bool]) -> None:
         """Remember features that took so long in memory and store, if the caller still wants."""

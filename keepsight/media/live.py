@@ -38,15 +38,11 @@ def frames_of(source: Frames, fps: float) -> Iterator[np.ndarray]:
         name = os.fspath(source)
         frames = _decoded(name, "v4l2" if name.startswith("/dev/video") else None, fps)
     else:
-        frames = map(_frame, _iterable(source))
+        try:
+            frames = map(_frame, iter(source))
+        except TypeError:
+            raise _not_watched(source) from None
     return _of_one_size(frames)
-
-
-def _iterable(source: object) -> Iterable[object]:
-    try:
-        return iter(source)  # type: ignore[call-overload, no-any-return]
-    except TypeError:
-        raise _not_watched(source) from None
 
 
 def _not_watched(source: object) -> InputError:

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 from keepsight import digests
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
 from keepsight.kinds import Clip, Decoded, Options, Processor, Record
-from keepsight.media.caches import Downloads
+from keepsight.media.caches import MediaCaches
 from keepsight.media.clips import open_clip
 from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
 from keepsight.media.sources import Source, open_source
 from keepsight.media.video_files import chooser
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of, videos_by_step
-from keepsight.store import About, MemoryCache, Store
+from keepsight.store import About, Store
 
-Entry = Record
 FILE = "file"  # field of a note for the file name or URL of its picture
 
 
@@ -46,14 +46,14 @@ class Namer:
         processor: Processor | None,
         options: Options,
         store: Store | None,
-        aliases: MemoryCache[Entry],
-        downloads: Downloads,
+        caches: MediaCaches,
         tenant: str = "",
         ttl: float | None = None,
     ) -> None:
         self._family, self._processor, self._options = family, processor, options
         self._store, self._ttl, self._tenant = store, ttl, tenant
-        self._aliases, self._downloads = aliases, downloads
+        self._aliases, self._downloads = caches.aliases, caches.downloads
+        self._fetch = partial(caches.fetch, tenant)
         self._settings: dict[str, str] = {}  # modality -> digest, filled on demand
         self._makers_of: dict[str, str] = {}
         self._shared = True
@@ -128,9 +128,9 @@ class Namer:
         self._needed_processor()
         makers = self.makers(modality)
         if modality == "image":
-            source = open_source(image, self._downloads.get)
+            source = open_source(image, self._fetch)
         else:
-            source = open_clip(image, modality, self._downloads.get)
+            source = open_clip(image, modality, self._fetch)
         if source.options:
             makers = digests.digest("processing with options", makers, dict(source.options))
         if source.modality == "video" and videos_by_step(self._family):
@@ -219,9 +219,9 @@ class Namer:
     def forget(self, key: str) -> None:
         """Drop every name that leads to a key, and all downloads, because one may be it."""
         self._aliases.forget(self._tenant, lambda entry: bool(entry["key"] == key))
-        self._downloads.clear()
+        self._downloads.clear(self._tenant)
 
     def clear(self) -> None:
         """Drop every name."""
         self._aliases.clear(self._tenant)
-        self._downloads.clear()
+        self._downloads.clear(self._tenant)

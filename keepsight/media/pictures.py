@@ -22,16 +22,7 @@ from keepsight.errors import ImageError
 MAX_PIXELS = 120_000_000  # decoded 360 MB; larger pictures are refused as decompression bombs
 # Other readers trust files too much (an icon holds a picture of any size) or run programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
-_HEIF = (
-    b"heic",
-    b"heix",
-    b"heim",
-    b"heis",
-    b"hevc",
-    b"hevx",
-    b"mif1",
-    b"msf1",
-)  # without AVIF's
+_HEIF = frozenset(b"heic heix heim heis hevc hevx mif1 msf1".split())  # without AVIF's
 _PARTS = 65_536  # chunks, segments or blocks that a reader handles in Python
 _SCANS = 100  # scans of a progressive JPEG; each covers the whole picture
 _TAGS = 4096  # tags of a TIFF

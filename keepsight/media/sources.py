@@ -191,39 +191,34 @@ def open_source(image: object, fetch: Fetch = fetched) -> Source:
         return _from_array(image)
     if isinstance(image, bytes | bytearray | memoryview):
         return _from_bytes(bytes(image), "the bytes")
-    if isinstance(image, os.PathLike):
-        return _from_file(Path(image))
-    if isinstance(image, str):
-        return _from_text(image, fetch)
+    if isinstance(image, str) and image.startswith("data:"):
+        return _from_bytes(_data_uri(image), "the data URI")
+    if isinstance(image, str | os.PathLike):
+        place = _local(image)
+        return _from_place(str(place), lambda: read_bytes(place, fetch))
     raise ImageError(
         f"a {type(image).__name__} is not an image; expected a path, URL, data URI, PIL image, "
         "numpy array, torch tensor, bytes or a Package"
     )
 
 
-def _from_text(text: str, fetch: Fetch) -> Source:
-    if text.startswith("data:"):
-        return _from_bytes(_data_uri(text), "the data URI")
-    if text.startswith(("http://", "https://")):
-        return _from_place(text, lambda: fetch(text))
-    if text.startswith("file://"):
-        text = urllib.request.url2pathname(urllib.parse.urlparse(text).path)
-    return _from_file(Path(text))
+def _local(where: str | os.PathLike[str]) -> str | Path:
+    """An address, or the path of a file."""
+    if not isinstance(where, str) or where.startswith(("http://", "https://")):
+        return where if isinstance(where, str) else Path(where)
+    if where.startswith("file://"):
+        where = urllib.request.url2pathname(urllib.parse.urlparse(where).path)
+    return Path(where)
 
 
 def read_bytes(where: Readable, fetch: Fetch = fetched) -> bytes:
     """The bytes behind a path, a URL, a data URI, or bytes themselves."""
     if isinstance(where, bytes | bytearray | memoryview):
         return bytes(where)
-    if isinstance(where, os.PathLike):
-        return _read(Path(where))
-    if where.startswith("data:"):
+    if isinstance(where, str) and where.startswith("data:"):
         return _data_uri(where)
-    if where.startswith(("http://", "https://")):
-        return fetch(where)
-    if where.startswith("file://"):
-        where = urllib.request.url2pathname(urllib.parse.urlparse(where).path)
-    return _read(Path(where))
+    place = _local(where)
+    return _read(place) if isinstance(place, Path) else fetch(place)
 
 
 def _data_uri(text: str) -> bytes:
@@ -259,10 +254,6 @@ def from_base64(text: str) -> bytes:
         parts.append(base64.b64decode(piece, validate=True))
         time.sleep(0)
     return b"".join(parts)
-
-
-def _from_file(path: Path) -> Source:
-    return _from_place(str(path), lambda: _read(path))
 
 
 def _from_place(where: str, read: Callable[[], bytes]) -> Source:

@@ -82,12 +82,12 @@ def read_together(
     will part too."""
     begun = time.perf_counter()
     numbers: dict[str, int] = {}
-    paths = [_path(one.prompt, numbers) for one in readings]
+    paths = [path_of(one.prompt, numbers) for one in readings]
     several: dict[tuple[bytes, tuple[Range, ...]], list[int]] = {}
     for number, (one, path) in enumerate(zip(readings, paths, strict=True)):
         several.setdefault((path.tobytes(), tuple(one.runs)), []).append(number)
     firsts = [same[0] for same in several.values()]
-    known = [paths[first] for first in firsts] + [_path(one, numbers) for one in beginnings]
+    known = [paths[first] for first in firsts] + [path_of(one, numbers) for one in beginnings]
     cuts, shared = branches(known)
     sequences = []
     for (first, *others), ends in zip(several.values(), cuts, strict=False):
@@ -142,7 +142,7 @@ def _report(sequences: list[Answer], shared: list[Shared]) -> GroupReport:
     return report
 
 
-def _path(prompt: Prompt, numbers: dict[str, int]) -> np.ndarray:
+def path_of(prompt: Prompt, numbers: dict[str, int]) -> np.ndarray:
     """The prompt as numbers that are equal where paths are: rows of features are negative."""
     path = prompt.ids.astype(np.int64)
     for span in prompt.spans:
@@ -164,8 +164,8 @@ class _Alike:
 def branches(paths: Sequence[np.ndarray]) -> tuple[list[tuple[int, ...]], list[Shared]]:
     """For each path, where others part from it and a snapshot saves enough; and the stretches that
     are shared."""
-    order = sorted(range(len(paths)), key=lambda number: paths[number].astype(">i8").tobytes())
-    agree = [_common(paths[one], paths[two]) for one, two in itertools.pairwise(order)]
+    order = in_order(paths)
+    agree = [agreement(paths[one], paths[two]) for one, two in itertools.pairwise(order)]
     found: list[tuple[int, ...]] = [()] * len(paths)
     shared: list[Shared] = []
     waiting = [_Alike(0, len(order))] if order else []
@@ -187,7 +187,13 @@ def branches(paths: Sequence[np.ndarray]) -> tuple[list[tuple[int, ...]], list[S
     return found, sorted(shared, key=lambda one: (one.start, -one.prompts, one.end))
 
 
-def _common(one: np.ndarray, two: np.ndarray) -> int:
+def in_order(paths: Sequence[np.ndarray]) -> list[int]:
+    """The numbers of paths, those that begin alike beside each other."""
+    return sorted(range(len(paths)), key=lambda number: paths[number].astype(">i8").tobytes())
+
+
+def agreement(one: np.ndarray, two: np.ndarray) -> int:
+    """How far two paths are equal."""
     shorter = min(len(one), len(two))
     different = np.flatnonzero(one[:shorter] != two[:shorter])
     return int(different[0]) if len(different) else shorter

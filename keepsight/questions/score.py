@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,15 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.kinds import Message
 from keepsight.models.families.pixels import embedding_of
 from keepsight.prefix.prompt import Prompt
-from keepsight.questions.group import Named, Reading, Run, read_together
+from keepsight.questions.group import (
+    Named,
+    Reading,
+    Run,
+    agreement,
+    in_order,
+    path_of,
+    read_together,
+)
 from keepsight.report import GroupReport, Usage
 
 Continuation = str | Sequence[int]
@@ -146,7 +155,7 @@ def score_tokens(
             row.tokens.append(int(one.prompt.ids[place + 1]))
         if (begin := own.index(number) if number in own else None) is not None:
             runs = [(one.first - 1 + begin, len(read[number]))]
-            readings.append(Reading(read[number], runs, _Taker(number, rows)))
+            readings.append(Reading(read[number], runs, partial(_take, rows, number)))
     report = read_together(runtime, readings, beginnings, tenant, run)
     report.prompt_tokens = sum(map(len, read))  # also of those that had nothing to read
     for number, one in enumerate(scored):
@@ -178,48 +187,27 @@ class _Row:
             self.likeliest = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
-@dataclass
-class _Taker:
-    number: int
-    rows: dict[tuple[int, int], _Row]
-
-    def __call__(self, place: int, logits: torch.Tensor) -> None:
-        for at, one in enumerate(logits, place):
-            if (row := self.rows.get((self.number, at))) is not None:
-                row.take(one)
+def _take(rows: dict[tuple[int, int], _Row], number: int, place: int, logits: torch.Tensor) -> None:
+    for at, one in enumerate(logits, place):
+        if (row := rows.get((number, at))) is not None:
+            row.take(one)
 
 
 def _owners(scored: Sequence[Scored], read: Sequence[Prompt]) -> list[list[int]]:
     """For each place of each prompt behind which logits are wanted, the prompt that asks for them:
     the first of those that agree up to there."""
-    order = sorted(range(len(read)), key=lambda i: (_place_of_media(read[i]), _sortable(read[i])))
+    numbers: dict[str, int] = {}
+    paths = [path_of(one, numbers) for one in read]
     owners: list[list[int]] = [[] for _ in read]
     before = -1
-    for number in order:
+    for number in in_order(paths):
         one, wanted = scored[number], range(scored[number].first - 1, len(read[number]))
         owners[number] = [number] * len(wanted)
         if before >= 0 and scored[before].first == one.first:
-            common = _agree(read[before], read[number])
-            shared = max(0, min(common, len(read[before])) - wanted.start)
+            shared = max(0, agreement(paths[before], paths[number]) - wanted.start)
             owners[number][:shared] = owners[before][:shared]
         before = number
     return owners
-
-
-def _place_of_media(prompt: Prompt) -> tuple[object, ...]:
-    return tuple(span.all()[:4] for span in prompt.spans)
-
-
-def _sortable(prompt: Prompt) -> bytes:
-    return prompt.ids.astype(">i8").tobytes()
-
-
-def _agree(one: Prompt, two: Prompt) -> int:
-    if _place_of_media(one) != _place_of_media(two):
-        return 0
-    shorter = min(len(one), len(two))
-    different = np.flatnonzero(one.ids[:shorter] != two.ids[:shorter])
-    return int(different[0]) if len(different) else shorter
 
 
 def _cut(prompt: Prompt) -> Prompt:

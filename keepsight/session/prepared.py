@@ -19,12 +19,13 @@ import torch
 from keepsight.core.answer import answer, asked, read
 from keepsight.core.call import Call
 from keepsight.core.runtime import Runtime
+from keepsight.core.signatures import shows
 from keepsight.errors import InputError, UnsupportedInput
-from keepsight.kinds import Message, Options
+from keepsight.kinds import Asking, Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes, parse_messages, with_media
+from keepsight.prompt.messages import kept_notes
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply, Report
 from keepsight.session.session import Session
@@ -42,7 +43,7 @@ class Prefix:
         messages: list[Message] | None = None,
     ) -> None:
         if messages is not None:
-            history.messages = _named(runtime, messages, call.tenant)
+            history.messages = history.named(messages)
         self._runtime, self._history, self._call = runtime, history, call
         self._held: Node | None = None
         self._namespace = ""
@@ -68,15 +69,9 @@ class Prefix:
 
     # -- queries -----------------------------------------------------------------------------------
 
-    def ask(
-        self,
-        *given: Pictures | None,
-        images: Pictures | None = None,
-        question: str | None = None,
-        **options: object,
-    ) -> Reply:
+    @shows(Asking)
+    def ask(self, *given: Pictures | None, **options: object) -> Reply:
         """Ask one question, with or without images, after the prefix; in either order."""
-        options |= {"images": images, "question": question}
         return self.chat([user_turn(given, options)], **options)
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
@@ -232,14 +227,3 @@ def behind(first: Prompt, second: Prompt) -> Prompt:
         ranges=(*first.ranges, *moved),
         text=None,
     )
-
-
-def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Message]:
-    """The messages with their media named once, for all queries."""
-    clean, given = parse_messages(messages)
-    with runtime.lock:
-        runtime.require_open()
-        runtime.refresh(tenant=tenant)
-        vision = runtime.vision_of(tenant)
-        media = [vision.name(thing, kind, keep=True) for kind, thing in given]
-    return with_media(clean, media)

@@ -22,9 +22,9 @@ from keepsight.errors import InputError
 from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.live import Frames
-from keepsight.media.medium import MEDIA, Pictures
+from keepsight.media.medium import Pictures
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes
+from keepsight.prompt.messages import kept_notes, parse_messages, with_media
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
@@ -66,7 +66,7 @@ class Session:
         complete."""
         left: Options = dict(options)
         message = user_turn(given, left)
-        return self.answer([*self.messages, self.named(message)], left)
+        return self.answer([*self.messages, *self.named(message)], left)
 
     @shows(Asking)
     async def aask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
@@ -85,7 +85,7 @@ class Session:
         asked: list[Message] = []
 
         def answer() -> Iterator[Piece]:
-            asked.extend([*self.messages, self.named(message)])
+            asked.extend([*self.messages, *self.named(message)])
             return self._pieces(asked, left)
 
         self._awaited, text = True, ""
@@ -111,24 +111,14 @@ class Session:
             if given.get(name) is None:
                 content = self.messages[spot]["content"]
                 given[name] = [part[kind] for part in content if part.get("type") == kind]
-        before = self.messages
-        self.messages = self.messages[:spot]
-        try:
-            return Reply.of(self.stream(text, **given))
-        except BaseException:
-            self.messages = before
-            raise
+        asked = [*self.messages[:spot], *self.named(user_turn((text,), given))]
+        return Reply.of(self.answer(asked, given))
 
     @shows(Answering)
     def regenerate(self, **options: Unpack[Generating]) -> Reply:
         """Answer the last user turn again."""
-        spot = self._user_turn(-1)
-        before = self.messages
-        try:
-            return Reply.of(self.answer(self.messages[: spot + 1], dict(options)))
-        except BaseException:
-            self.messages = before
-            raise
+        asked = self.messages[: self._user_turn(-1) + 1]
+        return Reply.of(self.answer(asked, dict(options)))
 
     def fork(self) -> Session:
         """A new conversation with the same history."""
@@ -160,18 +150,14 @@ class Session:
                 piece.report.notes += [*self.notes, *kept_notes(self.messages)]
             yield piece
 
-    def named(self, message: Message) -> Message:
-        """The message with its pictures named once, for this and all later turns."""
+    def named(self, messages: Message | list[Message]) -> list[Message]:
+        """Messages with their pictures named once, for this and all later turns."""
+        clean, given = parse_messages(messages)
         with self.runtime.lock:
             self.runtime.require_open()
             self.runtime.refresh(tenant=self.tenant)
-            parts = [
-                dict(part, **{kind: self.vision.name(part[kind], kind, keep=True)})
-                if (kind := part["type"]) in MEDIA
-                else part
-                for part in message["content"]
-            ]
-        return dict(message, content=parts)
+            media = [self.vision.name(thing, kind, keep=True) for kind, thing in given]
+        return with_media(clean, media)
 
     def prepare(self, asked: list[Message]) -> None:
         """Encode and prefill a history now, to answer later."""

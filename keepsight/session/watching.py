@@ -12,7 +12,6 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,7 +144,10 @@ class WatchedVideo:
         rows = np.stack(frames)
         rows.setflags(write=False)  # nobody else has it, so the session need not copy it
         clip: Record = {"frames": rows, "fps": self.fps, "sampled": True}
-        video = self.session.named({"content": [{"type": "video", "video": clip}]})["content"][0]
+        [shown] = self.session.named(
+            {"role": "user", "content": [{"type": "video", "video": clip}]}
+        )
+        video = shown["content"][0]
         messages = self.session.messages
         place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
         asked = [*messages, user_message(question)]
@@ -169,12 +171,7 @@ class WatchedVideo:
     def __enter__(self) -> WatchedVideo:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

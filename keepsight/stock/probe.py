@@ -114,17 +114,12 @@ def settle(
 
 def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
     """First what every model must answer, then what some processors or models refuse."""
-    token = _in_prompt(processor)
-    for name, text, images in _prompts(token):
-        with _asking("its processor did not prepare a text with pictures"):
-            inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
-        with _asking("stock Transformers did not answer a prompt with pictures either"):
-            stock = _stock(model, inputs)
-        yield _Case(name, inputs, stock)
-        for masked, varied in _varied(inputs):
+    for case in _plain_cases(model, processor):
+        yield case
+        for masked, varied in _varied(case.inputs):
             with contextlib.suppress(Exception):  # what stock refuses need not be tried
-                yield _Case(f"{name}, {masked} with zeros", varied, _stock(model, varied))
-    for name, make in _more(processor, token):
+                yield _Case(f"{case.name}, {masked} with zeros", varied, _stock(model, varied))
+    for name, make in _more(processor, _in_prompt(processor)):
         with contextlib.suppress(Exception):
             inputs = make()
             yield _Case(name, inputs, _stock(model, inputs))
@@ -164,11 +159,13 @@ def _in_prompt(processor: Processor) -> str:
 
 
 def _plain_cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
-    """What every model must answer, if stock Transformers can."""
+    """What every model must answer."""
     for name, text, images in _prompts(_in_prompt(processor)):
-        with contextlib.suppress(Exception):
+        with _asking("its processor did not prepare a text with pictures"):
             inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
-            yield _Case(name, inputs, _stock(model, inputs))
+        with _asking("stock Transformers did not answer a prompt with pictures either"):
+            stock = _stock(model, inputs)
+        yield _Case(name, inputs, stock)
 
 
 def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
