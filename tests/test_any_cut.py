@@ -24,11 +24,10 @@ from torch.nn import functional
 
 import keepsight as ks
 from keepsight import Together
-from keepsight.core.kernels import attention, linear, passes
+from keepsight.core.kernels import attention, doubtful, linear, passes
 from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Rows, has_bfloat16, rows_of
 from keepsight.core.kernels.packing import Packing
-from keepsight.core.trials import doubtful
 from keepsight.errors import InputError
 
 # Families whose tokens see those before them, or near them, and pictures of which they are part.

@@ -15,9 +15,9 @@ from test_exact import Catch
 from torch.nn import functional
 
 import keepsight as ks
+from keepsight.core import any_cut
 from keepsight.core.kernels import delta, mixers
 from keepsight.core.kernels.mixers import in_whole_vectors
-from keepsight.core.trials import any_cut
 
 STATES = pytest.mark.parametrize("kind", ["qwen3_5", "lfm2_vl"])
 

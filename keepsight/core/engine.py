@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(self, memory: Runtime, shape: Shape, budget: int, guessing: bool) -> None:
         self._memory, self._model, self._family = memory, memory.model, memory.family
-        self._tree, self.guessing = memory.prefixes, guessing
+        self._tree, self.guessing = memory.tree, guessing
         self._room = self._budget = budget  # for all of memory, and for what runs at a time
         self.shape, self.decoder = (
             shape,

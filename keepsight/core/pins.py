@@ -202,7 +202,7 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
     `path`."""
     freed = 0
     namespace = runtime.refresh(call.tenant)
-    node: Node | None = runtime.prefixes.match(namespace, prompt, runtime.rule).node
+    node: Node | None = runtime.tree.match(namespace, prompt, runtime.rule).node
     while node is not None and node.parent is not None and not _has_dependents(node):
         above = node.parent
         freed += int(runtime.tree.forget(node))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 
 from keepsight.errors import InputError, PinsFull
 from keepsight.formats.package import storage_bytes
-from keepsight.prefix.invariants import audit
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import (
     DEVICE,
@@ -510,7 +509,3 @@ class Residency:
         """Bytes and snapshots per tier."""
         budgets = ((self.device, self.budget), (self.host, self.host_budget))
         return {tier.name: tier.stats(budget) for tier, budget in budgets}
-
-    def check(self) -> None:
-        """Raise AssertionError if counters or invariants are wrong."""
-        audit(self)
