@@ -18,7 +18,6 @@ from keepsight.core.any_cut import AnyCut, Finding
 from keepsight.core.call import Call
 from keepsight.core.decoding.state import Shape
 from keepsight.core.engine import Engine
-from keepsight.core.kernels import grouped as attention
 from keepsight.core.kernels import passes
 from keepsight.core.settings import (
     RuntimeSettings,
@@ -84,7 +83,6 @@ class Runtime:
         owned: bool = False,
     ) -> None:
         settings.check()
-        attention.begin()
         passes.begin()
         self.lock, self._renderer, self.closed = FairLock(), renderer, False
         self.decides_only = False  # its head scores options, not words

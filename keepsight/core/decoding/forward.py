@@ -23,7 +23,6 @@ from keepsight.core.decoding.recorded import RecordedPasses
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.core.decoding.steps import Steps
 from keepsight.core.kernels import passes
-from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import CacheLayer, Inputs
 from keepsight.models.families import Family
@@ -135,7 +134,7 @@ class LanguageModel:
         inputs |= with_cache(self._model, segments[0].lane.cache if joined is None else joined)
         plainly = joined is not None and kernels is None
         ours = passes.side_by_side() if plainly else passes.running(kernels)
-        with grouped_queries(device, plainly), ours:
+        with passes.grouped_queries(device, plainly), ours:
             found = self._run(segments, inputs, in_rows)
         for one in segments:
             one.lane.length = one.end

@@ -166,9 +166,9 @@ class LaneLayer(DynamicLayer):
         """Tokens of each lane, for layers of several lanes."""
         return [self.length]
 
-    def first_seen_by(self, place: int) -> int | None:
-        """The first key that the token at a place sees, or None if it sees all."""
-        return None
+    def first_seen_by(self, place: int) -> int:
+        """The first key that the token at a place sees."""
+        return 0
 
     @property
     def sight(self) -> tuple[int, bool]:
