@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ from keepsight.report import Piece, Report, Usage, stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+def there(value: T | None) -> T:
+    """What a sequence has once it has begun."""
+    if value is None:
+        raise KeepsightError("this sequence has not come so far")
+    return value
 
 
 @dataclass
@@ -146,9 +155,7 @@ class Sequence:
     @property
     def match(self) -> Match:
         """The longest remembered prefix found at first."""
-        if self.found is None:
-            raise KeepsightError("this sequence has not begun")
-        return self.found.match
+        return there(self.found).match
 
     @property
     def room(self) -> int:
@@ -166,9 +173,7 @@ class Sequence:
         """Positions of the prompt and what follows it. They go on as in `generate` of Transformers:
         behind the last token, not behind the largest position, which may belong to the last frame
         of a slow video."""
-        if self.lane is None or self.lane.placed is None:
-            raise KeepsightError("this sequence has no lane")
-        known, length = self.lane.placed.positions, len(self.prompt)
+        known, length = there(there(self.lane).placed).positions, len(self.prompt)
         if stop <= length:
             return known[..., start:stop]
         return known[..., -1:] + torch.arange(start - length + 1, stop - length + 1)

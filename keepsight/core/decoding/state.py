@@ -132,7 +132,6 @@ class Lane:
                 self.cache.layers[i] = MixerLayer()
         self.length = self._start = 0
         self.node: Node | None = None  # the deepest one whose path is completely here
-        self.busy = False
         self.placed: PromptPositions | None = None  # the last prompt it held, with its positions
         self.behind: Callable[[Lane], None] | None = None  # brings what was computed elsewhere
         self.copied = 0  # first tokens of which a copy elsewhere is as here
@@ -184,23 +183,17 @@ class Lane:
             if self.shape.kinds[i] in _GROWING or isinstance(layer, LaneLayer):
                 continue
             if not isinstance(layer, MixerLayer) or end - self._start not in layer.found:
-                raise ValueError(f"no snapshot was planned at {end}")
+                raise ValueError(f"no snapshot was planned at {end}, the lane has {self.length}")
             found = layer.held(end - self._start)
             states |= {f"{i}.{what}.0": state for what, state in found.items()}
         return states
 
     def watch(self, ends: Sequence[int]) -> None:
-        """Capture fixed-size states after these tokens of the next pass too."""
+        """Capture fixed-size states after these tokens of the next pass too, or after none."""
         self._start = self.length
         for layer in self.cache.layers:
             if isinstance(layer, MixerLayer):
                 layer.ends = [end - self.length for end in ends]
-
-    def unwatch(self) -> None:
-        """Stop watching passes."""
-        for layer in self.cache.layers:
-            if isinstance(layer, MixerLayer):
-                layer.ends = ()
 
     def capture_full(self, start: int, end: int) -> Tensors:
         """Keys and values of the full layers in a range: one stacked tensor if all rows have one
