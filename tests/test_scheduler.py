@@ -141,18 +141,6 @@ def follow(together: Together, schedule: list[tuple[int, int]], wanted: list[lis
         assert given[number] == wanted[number][:count], (number, schedule)
 
 
-def test_seeds_sample_the_same_tokens() -> None:
-    options = [
-        {"do_sample": True, "temperature": 1.3, "seed": seed, "max_new_tokens": 12}
-        for seed in range(4)
-    ]
-    with ks.wrap(*build("qwen3_vl")) as vlm:
-        wanted = [vlm.chat(chats()[i], **o).tokens for i, o in enumerate(options)]
-    with served() as together:
-        tickets = [together.submit(chats()[i], **o) for i, o in enumerate(options)]
-        assert [ticket.result().tokens for ticket in tickets] == wanted
-
-
 # -- once and not twice --------------------------------------------------------------------------
 
 
