@@ -24,7 +24,7 @@ from keepsight.core.decoding.forward import LanguageModel, Stretch, ordinary_ids
 from keepsight.core.decoding.lanes import Lanes, restore, shared
 from keepsight.core.decoding.placement import Placement
 from keepsight.core.decoding.positions import place
-from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler, check_length, sampler
+from keepsight.core.decoding.sampling import Detokenizer, check_length, sampler
 from keepsight.core.decoding.state import Lane, Shape, Tensors, pattern
 from keepsight.core.explain import Findings
 from keepsight.core.sequence import Sequence, there
@@ -83,7 +83,6 @@ class Engine:
     # -- for callers, in any thread ----------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Add a sequence; the next step looks at it."""
         self.came.append(seq)
 
     def answer(self, seq: Sequence) -> Iterator[Piece]:
@@ -138,7 +137,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self.came or self.waiting or self.running or self._listened)
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -224,7 +222,8 @@ class Engine:
             self._finish(seq)
             return
         if seq.tokenizer is not None:
-            seq.detokenizer = Detokenizer.of(seq.sampler.sampler, seq.tokenizer)
+            how = seq.sampler.stop, seq.sampler.skip_special_tokens
+            seq.detokenizer = Detokenizer(seq.tokenizer, *how)
         # What was guessed wrong is taken back, which layers of fixed size do not allow.
         exact = bool(seq.rule.kernels) and not self.shape.has_states
         if self.guessing and exact and not self._family.step_inputs(1, len(seq.prompt) + 1):
@@ -323,7 +322,7 @@ class Engine:
             guess = chooser.fitting(seq.guesses.next(seq.generated))
         ids = np.array([*seq.generated[start - len(seq.prompt) :], *guess], dtype=np.int64)
         positions = seq.positions(start, start + len(ids))
-        rows = 1 if forced and not chooser.sampler.reads_all else len(ids)
+        rows = 1 if forced and not chooser.reads_all else len(ids)
         return Stretch(there(seq.lane), seq.prompt, ids, positions, rows, forced=forced)
 
     def _forced(self, seq: Sequence) -> list[int]:
@@ -454,7 +453,7 @@ class Engine:
             ids = torch.from_numpy(seq.prompt.ids)[None].to(self._model.device)
             tokenizer = getattr(self._memory.processor, "tokenizer", None)
             more = (seq.options, seq.default_tokens)
-            seq.sampler = SequenceSampler(sampler(self._model, tokenizer, ids, *more), ids)
+            seq.sampler = sampler(self._model, tokenizer, ids, *more)
 
     def _under_present_names(self, seq: Sequence) -> Prompt:
         """The prompt with its media named under the present weights."""
@@ -792,7 +791,6 @@ class Engine:
 
     @property
     def placement(self) -> Placement:
-        """The device on which each layer keeps its state."""
         if self._placement is None:
             self._placement = Placement(self._model, self.shape)
         return self._placement

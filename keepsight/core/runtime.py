@@ -174,7 +174,6 @@ class Runtime:
         return self.processor
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, or an error that says none was given."""
         return self.needed_processor().tokenizer
 
     def grammar(self, options: Options, prompt: Prompt) -> Options:
@@ -217,7 +216,6 @@ class Runtime:
 
     @property
     def vision(self) -> Vision:
-        """The default tenant's features."""
         return self.vision_of("")
 
     def vision_of(self, tenant: str) -> Vision:
@@ -273,7 +271,6 @@ class Runtime:
         self.made_under = kept
 
     def store_of(self, tenant: str) -> Store | None:
-        """The store as one tenant sees it."""
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
     def refresh(self, tenant: str = "", remembered: dict[str, str] | None = None) -> str:
@@ -376,7 +373,6 @@ class Runtime:
         return freed + self.tree.forget_media(medium.key, tenant)
 
     def forget_said(self, tenant: str | None) -> None:
-        """Forget texts and answers of one tenant, or of all."""
         self.engine.answers.clear(tenant)
         if self._renderer is not None:
             self._renderer.encodings.clear(tenant)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from keepsight.core.decoding.drafts import DraftCounts, Guesses
-from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler
+from keepsight.core.decoding.sampling import Detokenizer, Sampler
 from keepsight.core.decoding.state import Lane
 from keepsight.core.explain import CHANGED, Findings, Origin, explain
 from keepsight.core.kernels.passes import Kernels
@@ -103,7 +103,7 @@ class Sequence:
     sources: dict[int, str] = field(default_factory=dict)  # where features came from
     notes: dict[int, str] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)  # media that the store has from elsewhere
-    sampler: SequenceSampler | None = None
+    sampler: Sampler | None = None
     detokenizer: Detokenizer | None = None
     guesses: Guesses | None = None
     tally: DraftCounts = field(default_factory=DraftCounts)
@@ -124,7 +124,6 @@ class Sequence:
 
     @property
     def done(self) -> int:
-        """Tokens on its lane."""
         return 0 if self.lane is None else self.lane.length
 
     @property
@@ -149,7 +148,6 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be read, as far as known."""
         return len(self.read) - self.done
 
     @property
@@ -184,14 +182,12 @@ class Sequence:
         return Prompt(ids, self.prompt.media, self.prompt.ranges)
 
     def raise_error(self) -> None:
-        """Raise the error that ended it."""
         if self.error is not None:
             raise self.error
 
     # -- what a call returns besides its text ------------------------------------------------------
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Measure one stage of the report."""
         return stage(self.milliseconds, name)
 
     def last(self) -> Piece:
@@ -207,7 +203,6 @@ class Sequence:
         return Piece(rest, None, self.usage(), self.report(), reason, reads)
 
     def usage(self) -> Usage:
-        """Counts so far."""
         images = len(self.prompt.media)
         encoded = sum(where == "tower" for where in self.sources.values())
         return Usage(

@@ -106,7 +106,6 @@ class Ticket:
     # -- for the scheduler -----------------------------------------------------------------------
 
     def put(self, piece: Piece) -> None:
-        """Hand over one piece."""
         if piece.usage is not None:
             self.usage, self.report = piece.usage, piece.report
             self.finish_reason = piece.finish_reason
@@ -117,7 +116,6 @@ class Ticket:
             self._pieces.put(piece)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the ticket; no more pieces come."""
         self.error = error
         self.done.set()
         self._pieces.put(None)
@@ -165,7 +163,6 @@ class Desk:
             self.bell.notify_all()
 
     def leave(self, account: str, outcome: str = "", seconds: float = 0.0) -> None:
-        """Give the place back."""
         with self.bell:
             self.inside[account] -= 1
             self.inside += Counter()  # drops zeros
@@ -195,13 +192,11 @@ class Desk:
         ticket.end(seq.error)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request at the next step."""
         seq.cancelled = True
         with self.bell:
             self.bell.notify_all()
 
     def rate(self) -> float:
-        """Tokens per second, lately."""
         now = time.monotonic()
         recent = [when for when in list(self._recent) if when >= now - _WINDOW]
         return round(len(recent) / max(1e-3, now - recent[0]), 2) if recent else 0.0
@@ -358,7 +353,6 @@ class Together:
         return self._enter(messages, call, Ticket(on_done=on_done), False, account)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
-        """The report that this request would get."""
         call = Call.before_decoding(options, self._vlm.tenant, "explain")
         return predict_report(self._memory, messages, call)
 

@@ -50,7 +50,6 @@ class Tier:
         self.order: OrderedDict[Node, None] = OrderedDict()
 
     def count(self, node: Node, sign: int) -> None:
-        """Add a node to the counts, or remove it."""
         nbytes, home = sign * node.nbytes, node.home
         self.nbytes += nbytes
         self.snapshots += sign
@@ -65,7 +64,6 @@ class Tier:
         return next(iter(self.order), None)
 
     def stats(self, budget: int) -> dict[str, int]:
-        """Its bytes and snapshots, as plain data."""
         return {
             "bytes": self.nbytes,
             "budget": budget,
@@ -136,7 +134,6 @@ class Residency:
         return self.roots[namespace]
 
     def namespaces(self, tenant: str = "") -> list[str]:
-        """The namespaces of one tenant."""
         return [name for name, root in self.roots.items() if root.home.tenant == tenant]
 
     def nodes(self, tenant: str | None = None) -> Iterator[Node]:
@@ -285,7 +282,6 @@ class Residency:
             raise PinsFull.no_room("prompts", "cache_budget", self.budget)
 
     def pinning(self) -> set[str]:
-        """The tenants that have pins."""
         return {root.home.tenant for root in self.roots.values() if root.home.pins}
 
     # -- tiers -------------------------------------------------------------------------------------
@@ -494,11 +490,9 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the model's device."""
         return self.device.nbytes
 
     def bytes_of(self, tenant: str = "") -> int:
-        """Bytes of one tenant in all tiers of memory."""
         return sum(tier.bytes_of.get(tenant, 0) for tier in (self.device, self.host))
 
     def held_bytes(self) -> int:
@@ -506,6 +500,5 @@ class Residency:
         return self.device.held + self.host.held
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Bytes and snapshots per tier."""
         budgets = ((self.device, self.budget), (self.host, self.host_budget))
         return {tier.name: tier.stats(budget) for tier, budget in budgets}

@@ -43,7 +43,6 @@ class DraftCounts:
     forced_tokens: int = 0  # read in one pass because a grammar left no choice
 
     def add(self, other: DraftCounts) -> None:
-        """Add the counts of another tally."""
         for name, count in vars(other).items():
             setattr(self, name, getattr(self, name) + count)
 
@@ -59,7 +58,6 @@ class EarlierAnswers:
         return self._by_tenant.get(tenant, _EMPTY)
 
     def add(self, tenant: str, prompt: Prompt, answer: list[int]) -> None:
-        """Add an answer; drop the oldest to make room."""
         parts = [self.of(tenant), words_of(prompt)[-BEFORE:], np.asarray(answer, np.int64), _BREAK]
         self._by_tenant[tenant] = np.concatenate(parts)[-MAX_TOKENS:]
         self._by_tenant.move_to_end(tenant)
@@ -67,7 +65,6 @@ class EarlierAnswers:
             self._by_tenant.popitem(last=False)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget the answers of one tenant, or of all."""
         if tenant is None:
             self._by_tenant.clear()
         else:

@@ -72,7 +72,6 @@ class LanguageModel:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that recorded passes hold."""
         return 0 if self.recorder is None else self.recorder.nbytes
 
     def forget(self) -> None:
@@ -195,8 +194,7 @@ class LanguageModel:
             return None
         found, tried = list[list[torch.Tensor | None]](), RecordedPasses(self._model, self._room)
         for self.recorder in (None, tried):
-            lane, ends = Lane(self._model, self.shape), (9, 10, 15)
-            found.append([self._pass([self._scratch(lane, end)], None)[0] for end in ends])
+            found.append(self._tried((9, 10, 15), None))
         agree = all(
             a is not None and b is not None and bool((a - b).abs().max() <= _NEAR * a.abs().max())
             for a, b in zip(*found, strict=True)
@@ -210,8 +208,7 @@ class LanguageModel:
             return False  # who listens hears of answers only
         found = list[list[torch.Tensor | None]]()
         for self.steps in (None, steps):
-            lane, ends = Lane(self._model, self.shape), (5, 6, 9)
-            found.append([self._pass([self._scratch(lane, end)], kernels)[0] for end in ends])
+            found.append(self._tried((5, 6, 9), kernels))
         pairs = zip(*found, strict=True)
         equal = all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
         return equal and steps.passes > 0
@@ -313,6 +310,11 @@ class LanguageModel:
             rows is not None and bool((rows - one).abs().max() <= _NEAR * one.abs().max())
             for rows, one in zip(found, alone, strict=True)
         )
+
+    def _tried(self, ends: Sequence[int], kernels: Kernels | None) -> list[torch.Tensor | None]:
+        """The logits at some ends of one sequence, each from a pass."""
+        lane = Lane(self._model, self.shape)
+        return [self._pass([self._scratch(lane, end)], kernels)[0] for end in ends]
 
     def _scratch(self, lane: Lane, end: int) -> Stretch:
         ids = ordinary_ids(self._model, self._family, end)

@@ -35,7 +35,6 @@ class Placement:
 
     @property
     def devices(self) -> set[torch.device]:
-        """All of them."""
         return {self._main, *self._of_layer}
 
     def rows(self, rows: Tensors) -> Tensors:

@@ -164,7 +164,6 @@ class RecordedPasses:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._pools)
 
     def _placed(self, segments: Sequence[Stretch], ends: Sequence[int]) -> list[_Place] | None:

@@ -144,7 +144,6 @@ class Lane:
 
     @property
     def cross(self) -> list[CrossLayer]:
-        """The layers that hold media for cross attention."""
         return [layer for layer in self.cache.layers if isinstance(layer, CrossLayer)]
 
     def settle(self) -> None:

@@ -46,7 +46,6 @@ class StopStrings(StoppingCriteria):
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **more: object
     ) -> torch.Tensor:
-        """Whether each sequence ends here."""
         tails = input_ids[:, -self._window :].tolist()
         ends = [self._ends(tail) for tail in tails]
         return torch.tensor(ends, dtype=torch.bool, device=input_ids.device)

@@ -70,7 +70,6 @@ class RowPadding:
         return f"Filling(step={self.step}, apart={self.apart})"  # in namespaces, also on disk
 
     def fill(self, rows: int) -> int:
-        """The smallest allowed number of rows that holds `rows`."""
         return -(-rows // self.step) * self.step
 
 
