@@ -22,10 +22,9 @@ import torch
 from keepsight.core.decoding.drafts import DraftCounts, EarlierAnswers, Guesses, PassCosts
 from keepsight.core.decoding.forward import LanguageModel, Stretch, ordinary_ids
 from keepsight.core.decoding.lanes import Lanes, restore, shared
-from keepsight.core.decoding.placement import Placement
 from keepsight.core.decoding.positions import place
 from keepsight.core.decoding.sampling import Detokenizer, check_length, sampler
-from keepsight.core.decoding.state import Lane, Shape, Tensors, pattern
+from keepsight.core.decoding.state import Lane, Placement, Shape, Tensors, pattern
 from keepsight.core.explain import Findings
 from keepsight.core.sequence import Sequence, there
 from keepsight.errors import ModelKeepsChanging

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _FOR_OTHERS = 8  # this share of the places is not for the account with the most
 _LONG = 60.0  # seconds; a notification by the garbage collector may get lost
 _WINDOW = 10.0  # seconds over which the token rate is measured
+_CLOSED = "the scheduler was closed before the request was done"
+_TAKEN = "requests are no longer taken: the scheduler was closed"
 
 
 class Ticket:
@@ -143,7 +145,7 @@ class Desk:
         are several accounts, one account never gets all places."""
         with self.bell:
             if self.closed:
-                raise Closed("requests are no longer taken: the scheduler was closed")
+                raise Closed(_TAKEN)
             self._several |= bool(self.inside) and not self.inside[account]
             reserved = self._places // _FOR_OTHERS + 1 if self._several and self._places > 1 else 0
             count = self.inside.total()
@@ -157,7 +159,7 @@ class Desk:
         """Add what was made ready, unless the thread has stopped meanwhile."""
         with self.bell:
             if self.stopped:
-                raise Closed("the scheduler was closed before the request was done")
+                raise Closed(_CLOSED)
             for seq in sequences:
                 engine.add(seq)
             self.bell.notify_all()
@@ -368,7 +370,7 @@ class Together:
     def errand(self, account: str) -> Errand:
         """Computes sequences for a caller that waits: decisions and scores."""
         if not self._thread.is_alive():
-            raise Closed("requests are no longer taken: the scheduler was closed")
+            raise Closed(_TAKEN)
         return Errand(self._desk, self._memory.engine, account, self)
 
     @contextmanager
@@ -383,10 +385,8 @@ class Together:
         """The number of requests in each state, and what was done so far."""
         engine, desk = self._memory.engine, self._desk
         prefilling, running = engine.count()
-        inside, counted = (
-            desk.inside.total(),
-            ("finished", "cancelled", "failed", "refused", "tokens"),
-        )
+        inside = desk.inside.total()
+        counted = ("finished", "cancelled", "failed", "refused", "tokens")
         return {
             "in_flight": inside,
             "prefilling": prefilling,
@@ -426,7 +426,7 @@ class Together:
     ) -> Ticket:
         whose = account_of(call.tenant) if account is None else account
         if not self._thread.is_alive():
-            raise Closed("requests are no longer taken: the scheduler was closed")
+            raise Closed(_TAKEN)
         self._desk.enter(whose, self)
         begun = time.perf_counter()
         try:
@@ -453,9 +453,7 @@ def _serve(memory: Runtime, desk: Desk) -> None:
         with memory.lock:
             try:
                 if stopped:
-                    engine.end_all(
-                        Closed("the scheduler was closed before the request was done"), desk
-                    )
+                    engine.end_all(Closed(_CLOSED), desk)
                     return
                 engine.step()
             except Exception as error:  # our error, not a request's: no client may wait forever

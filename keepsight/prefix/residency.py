@@ -168,8 +168,7 @@ class Residency:
         if at == node.end or node.parent is None:
             return node
         size, start, ids, spans = at - node.start, node.start, node.ids, node.spans
-        if node.way is not None:
-            node.way.fence.wait()
+        node.settled()
         halves = [cut(node.rows, *its, len(ids)) for its in ((0, size), (size, len(ids)))]
         before = tuple(s.clip(start, at) for s in spans if s.start < at)
         upper = Node(node.parent, start, ids[:size].copy(), before)

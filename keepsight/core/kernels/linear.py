@@ -248,10 +248,6 @@ class Packed:
         pairs = zip(self.weights, self.layers, strict=True)
         return any(weight is one and bias is layer.bias for one, layer in pairs)
 
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        return self.weights[0].dtype
-
     @property
     def has_guests(self) -> bool:
         """Whether foreign code runs with one of the layers: a hook or a replaced method."""
@@ -288,10 +284,8 @@ class Packed:
         return {id(weight): part.contiguous() for weight, part in pairs}
 
     def run(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        found: torch.Tensor
         product = mkl_product if self.kernel == MKL else onednn_product
-        found = product(rows, self.tensor, self.sized, bias)
-        return found
+        return product(rows, self.tensor, self.sized, bias)
 
     @functools.cached_property
     def sized(self) -> torch.Tensor:
