@@ -71,6 +71,11 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_FILES, ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _trees_can_be_checked() -> None:
+    import tree_invariants  # noqa: F401 (adds `tree.check()` and `runtime.check()`)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Features depend on the number of threads, and tests compare runs; some tests change it."""
@@ -101,9 +106,9 @@ def _equal_models_are_tried_once(
     """
     if request.node.get_closest_marker("tries_anew"):
         return
+    from keepsight.core.any_cut import AnyCut
     from keepsight.core.kernels import attention, linear, packing
     from keepsight.core.kernels.passes import Kernels
-    from keepsight.core.trials.any_cut import AnyCut
 
     try_model, try_shape = AnyCut._try, linear.rows_of
 

@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 import keepsight as ks
 from keepsight.core.kernels import passes
-from keepsight.core.kernels.grouped import grouped_queries
+from keepsight.core.kernels.passes import grouped_queries
 
 CPU = torch.device("cpu")
 
@@ -79,5 +79,5 @@ def test_a_turn_copies_no_keys_and_leaves_the_environment_alone(
         messages = [turn("Look at this picture.", picture(1))]
         vlm.chat(messages, max_new_tokens=2)
         vlm.chat([*messages, turn("Fine.", role="assistant"), turn("Why?")], max_new_tokens=2)
-    assert not copied, "upstream asks elsewhere now; see keepsight/core/kernels/grouped.py"
+    assert not copied, "upstream asks elsewhere now; see keepsight/core/kernels/passes.py"
     assert seen and not any(seen)

@@ -137,21 +137,6 @@ def test_interleaved_conversations_do_not_touch(kind: str) -> None:
         assert one_b.usage.cached_tokens and two_b.usage.cached_tokens
 
 
-def test_two_streams_in_turn(demo: Any) -> None:
-    """Two answers decoded step by step in alternation equal the same answers alone."""
-    prompts = [[turn("Describe it.", picture(1))], [turn("Describe it.", picture(2))]]
-    alone = [demo.chat(p, max_new_tokens=8).tokens for p in prompts]
-    demo.clear()
-    streams = [demo.stream(p, max_new_tokens=8) for p in prompts]
-    tokens: list[list[int]] = [[], []]
-    for _ in range(9):
-        for i, stream in enumerate(streams):
-            piece = next(stream, None)
-            if piece is not None and piece.token is not None:
-                tokens[i].append(piece.token)
-    assert tokens == alone
-
-
 def test_one_changed_pixel_is_a_miss(demo: Any) -> None:
     image = picture(1)
     before = demo.ask(image, "Describe it.")

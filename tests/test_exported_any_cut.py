@@ -21,7 +21,7 @@ from torch import Tensor
 
 import keepsight as ks
 from keepsight import Together
-from keepsight.core.trials.any_cut import AnyCut
+from keepsight.core.any_cut import AnyCut
 from keepsight.runtimes.onnx import OnnxSession
 
 KINDS = ("qwen3_vl", "llava")

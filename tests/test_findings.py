@@ -11,9 +11,9 @@ import torch
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight.core import any_cut
+from keepsight.core.any_cut import AnyCut
 from keepsight.core.kernels import linear
-from keepsight.core.trials import findings
-from keepsight.core.trials.any_cut import AnyCut
 
 pytestmark = pytest.mark.tries_anew
 LOOK = [turn("Look.", picture(1))]
@@ -72,8 +72,8 @@ def test_why_it_does_not_hold_is_noted_too(tmp_path: Path, trials: list[str]) ->
 
 def test_the_code_that_decides_a_trial_is_part_of_the_machine() -> None:
     house = Path(ks.__file__).parent
-    names = {str(file.relative_to(house)) for file in findings.code_files(house)}
-    deciding = ["kernels/attention.py", "trials/any_cut.py", "decoding/forward.py"]
+    names = {str(file.relative_to(house)) for file in any_cut.code_files(house)}
+    deciding = ["kernels/attention.py", "any_cut.py", "decoding/forward.py"]
     assert names >= {f"core/{name}" for name in deciding} | {"runtimes/modules.py"}
 
 
@@ -81,7 +81,7 @@ def test_another_machine_and_other_code_try_anew(
     tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(tmp_path)
-    monkeypatch.setattr(findings, "machine", lambda: "another")
+    monkeypatch.setattr(any_cut, "machine", lambda: "another")
     ask(tmp_path)
     monkeypatch.setattr(torch, "__version__", "99.0")
     ask(tmp_path)
@@ -115,18 +115,10 @@ NONSENSE += [[[*SHAPE, 3, 1, 512]], [SHAPE], [[*SHAPE, 1, 1]]]
 
 @pytest.mark.parametrize("field", ["rows", "heads", "names", "packing", "why"])
 @pytest.mark.parametrize("value", NONSENSE)
-def test_a_note_that_says_nonsense_is_as_none(
-    field: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_note_that_says_nonsense_is_as_none(field: str, value: object) -> None:
     sound: dict[str, object] = {"rows": [], "heads": [], "names": [], "packing": [], "why": ""}
 
-    class Noting:
-        def note(self, kind: str, key: str) -> dict[str, object]:
-            return {**sound, field: value}
-
-    store: Any = Noting()
-    found = findings.read(store, "any", dict)
-    assert found is None
+    assert any_cut.read_note({**sound, field: value}, linear.Linears()) is None
 
 
 def test_what_only_this_process_can_know_is_not_noted(tmp_path: Path, trials: list[str]) -> None:

@@ -21,6 +21,7 @@ WORK = """
 import gc, json, random, subprocess, sys, threading, time, warnings
 import torch
 import keepsight as ks
+import tree_invariants
 from PIL import Image
 warnings.simplefilter("ignore")
 rounds, seed = int(sys.argv[1]), int(sys.argv[2])

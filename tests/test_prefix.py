@@ -22,7 +22,6 @@ from fake_paths import (
     ends_of,
     evictable_bytes,
     expect_values,
-    fake_fixed,
     fake_kv,
     fake_logits,
     fake_medium,
@@ -223,25 +222,6 @@ def expect_known(known: Known, whole: Prompt, going: dict[tuple[Token, ...], boo
 # -- matching ----------------------------------------------------------------------------------
 
 
-def test_the_next_turn_finds_the_last_state_and_the_same_prompt_its_end() -> None:
-    tree = Tree(1 << 30, has_fixed=True)
-    assert prefill(tree, build("11A12.2")).length == 0
-    assert prefill(tree, build("11A12.2")).length == 8
-    match = prefill(tree, build("11A12.221"))
-    assert (match.length, match.logits) == (8, None)
-    assert prefill(tree, build("11A1")).length == 4
-    tree.check()
-
-
-def test_one_changed_id_or_picture_ends_the_match_before_it() -> None:
-    tree = Tree(1 << 30, has_fixed=True)
-    prefill(tree, build("11.A.B."))
-    assert found(tree, build("11.A.B.1")).length == 9
-    for changed, length in (("11.A.A.1", 5), ("11.B.B.1", 3), ("11.a.B.1", 3), ("21.A.B.1", 0)):
-        assert found(tree, build(changed)).length == length
-    assert found(tree, build("11.A.B.1"), "another namespace").length == 0
-
-
 def test_prompts_that_part_inside_an_edge_share_what_is_before() -> None:
     """At any token, also twice, and in memory of their own: what parts may go alone."""
     tree = Tree(1 << 30, has_fixed=False)
@@ -283,20 +263,6 @@ def test_prompts_that_change_what_is_before_share_nothing(reuse: str) -> None:
     assert tree.known("n", build("11A22")).until == 5
 
 
-def test_the_last_logits_serve_the_identical_prompt_only() -> None:
-    tree = Tree(1 << 30, has_fixed=False)
-    prefill(tree, build("1212"))
-    assert found(tree, build("1212")).logits is not None
-    for other, length in (("121", 2), ("12121", 4), ("1211", 3), ("121.", 3)):
-        match = found(tree, build(other))
-        assert (match.length, match.logits) == (length, None)
-    prefill(tree, build("12."))
-    assert found(tree, build("12.1")).length == 3
-    prefill(tree, build("12.1"))
-    assert found(tree, build("12.1")).logits is not None
-    assert found(tree, build("12.2")).length == 3
-
-
 def test_a_hit_is_compared_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were two paths to collide in their digest, the ids and feature ids would tell."""
     tree = Tree(1 << 30, has_fixed=False)
@@ -307,41 +273,7 @@ def test_a_hit_is_compared_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> 
         assert found(tree, build(other)).length == length
 
 
-@pytest.mark.parametrize("has_fixed", [False, True])
-def test_what_was_decoded_is_found_as_what_was_read(has_fixed: bool) -> None:
-    tree = Tree(1 << 30, has_fixed)
-    prefill(tree, build("12.1"))
-    node = tree.hold(found(tree, build("12.2")))
-    assert node.end == 3
-    longer = build("12.1212")
-    tokens = path(longer)
-    decoded = tree.insert(node, longer, 6, fake_kv(tokens, node.end, 6), fake_fixed(tokens, 6))
-    tree.release(decoded)
-    tree.release(node)
-    assert found(tree, longer).length == 6
-    assert found(tree, build("12.2212")).length == 3
-    tree.check()
-
-
 # -- holding and letting go --------------------------------------------------------------------
-
-
-def test_what_is_held_stays_whatever_the_budget() -> None:
-    tree = Tree(1 << 30, has_fixed=True)
-    held = build("11.22.")
-    prefill(tree, held)
-    node = tree.hold(found(tree, held))
-    prefill(tree, build("2A.B."))
-    tree.budget = 0
-    tree.fit()
-    tree.check()
-    assert tree.nbytes == tree.held_bytes() > 0 and evictable_bytes(tree) == 0
-    expect_values(node, held, fixed=True)
-    tree.clear()
-    expect_values(node, held, fixed=True)
-    tree.release(node)
-    assert tree.nbytes == 0
-    tree.check()
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -415,19 +347,6 @@ def test_records_are_remembered_and_at_last_forgotten(
 # -- how far something is known ----------------------------------------------------------------
 
 
-def test_known_among_a_thousand_siblings() -> None:
-    tree = Tree(1 << 40, has_fixed=False)
-    random = np.random.default_rng(0)
-    wholes = [build(random.choice(list("12ABC"), 9).tolist()) for _ in range(1000)]
-    for whole in wholes[:700]:
-        prefill(tree, whole)
-    going = beginnings(map(path, wholes[:700]))
-    assert len(list(tree.nodes())) > 1000
-    for whole in [*wholes[600:], *(spliced(w, 5, wholes[0]) for w in wholes[:100])]:
-        expect_known(tree.known("n", whole), whole, going)
-    expect_known(tree.known("m", wholes[0]), wholes[0], {(): False})
-
-
 def test_known_among_pictures_of_one_size() -> None:
     """Their ids are all the same; the closest is found by what the pictures are."""
     tree = Tree(1 << 40, has_fixed=False)
@@ -443,15 +362,6 @@ def test_known_among_pictures_of_one_size() -> None:
         other = dataclasses.replace(whole, ids=np.append(whole.ids[:-1], 3))
         expect_known(tree.known("n", other), other, going)
         assert tree.known("n", other).until == 6
-
-
-def test_a_prompt_that_ends_where_another_has_a_boundary_hides_nothing() -> None:
-    """The whole prompt `12.` and the stretch `12.` are spelled alike; only one goes on."""
-    for order in itertools.permutations(["12.", "12.2112", "12."]):
-        tree = Tree(1 << 30, has_fixed=False)
-        for letters in order:
-            prefill(tree, build(letters))
-        assert tree.known("n", build("12.2111")) == Known(6, True)
 
 
 def test_made_elsewhere_is_told_from_another_picture() -> None:
@@ -546,17 +456,6 @@ def test_what_goes_on_inside_an_entry_is_found_by_another_process(
         assert (match.length, match.logits is not None) == (11, True)
         assert found(tree, build("11.A2.25")).length == (7 if has_fixed else 8)
         tree.check()
-
-
-def test_what_was_let_go_of_comes_back_from_disk(written: tuple[DiskStore, bool]) -> None:
-    store, has_fixed = written
-    tree = Tree(1 << 30, has_fixed, store)
-    prefill(tree, build(LONG))
-    tree.clear()
-    assert tree.nbytes == 0
-    assert prefill(tree, build(LONG)).length == 11
-    tree.check()
-    assert tree.nbytes == counted(tree) > 0
 
 
 def test_loading_keeps_the_budget(written: tuple[DiskStore, bool]) -> None:

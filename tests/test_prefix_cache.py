@@ -8,7 +8,7 @@ import pytest
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.prefix.cache import NothingRemembered, PrefixCache
+from keepsight.prefix.match import Match
 
 LONG = "Please look at this picture very carefully and tell what it is."
 
@@ -23,10 +23,11 @@ def conversations() -> list[list[dict[str, Any]]]:
     return [first, second, [*second, said("More."), turn("Compare them.")], first]
 
 
-def answers(prefixes: PrefixCache | None, kind: str) -> list[tuple[list[int], int]]:
+def answers(remembers: bool, kind: str) -> list[tuple[list[int], int]]:
     with ks.wrap(*build(kind)) as vlm:
-        if prefixes is not None:
-            vlm.runtime = vlm.runtime.fresh(prefixes=prefixes)
+        if not remembers:
+            tree = vlm.runtime.tree
+            tree.match = lambda namespace, *_: Match(tree.root(namespace), since=tree.tick)
         given = [vlm.chat(messages, max_new_tokens=4) for messages in conversations()]
         session = vlm.session()
         given += [session.ask(LONG, picture(3), max_new_tokens=4)]
@@ -38,7 +39,7 @@ def answers(prefixes: PrefixCache | None, kind: str) -> list[tuple[list[int], in
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "gemma3_sliding", "mllama"])
 def test_answers_are_the_same_without_a_memory(kind: str) -> None:
-    remembered, computed = answers(None, kind), answers(NothingRemembered(), kind)
+    remembered, computed = answers(True, kind), answers(False, kind)
     assert [tokens for tokens, _ in computed] == [tokens for tokens, _ in remembered]
     assert all(cached == 0 for _, cached in computed)
     assert any(cached > 0 for _, cached in remembered)

@@ -73,6 +73,26 @@ def fillings(vlm: ks.VLM) -> set[RowPadding | None]:
     return set(kernels.query_rows.fillings.values())
 
 
+def answers(vlm: ks.VLM, *counts: int) -> tuple[list[Any], list[list[int]]]:
+    """Prompts with their logits, token by token, and the tokens of chats."""
+    rows = [(some_ids(count), logits(vlm, some_ids(count))) for count in counts]
+    return rows, [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+
+
+def expect_the_same_together(
+    model: Any, processor: Any, wanted: Any, cuts: Any, **how: Any
+) -> None:
+    """In pieces that end anywhere, in single steps and in several conversations at once."""
+    with ks.wrap(model, processor, **how) as vlm, Together(vlm) as together:
+        for count, steps in cuts:
+            logits(vlm, some_ids(700)[:, :count], steps)
+        for ids, rows in wanted[0]:
+            assert torch.equal(logits(vlm, ids), rows)
+        with vlm.runtime.lock:
+            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
+        assert [one.result().tokens for one in asked] == wanted[1]
+
+
 @pytest.mark.parametrize("multiple", [8, 16, 32])
 @pytest.mark.parametrize("kind", ["qwen3_vl", "sliding"])
 def test_rows_are_filled_up_to_what_gives_equal_bits(
@@ -84,17 +104,11 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
     with ks.wrap(model, processor) as vlm:
         assert vlm.stats()["engine"]["exactness"] == "bits"
         assert fillings(vlm) == {RowPadding(multiple)}
-        wanted = [logits(vlm, some_ids(count)) for count in (40, 507)]
-        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+        wanted = answers(vlm, 40, 507)
         assert vlm.verify(CHATS[0]).equal
-    with ks.wrap(model, processor, store=tmp_path) as vlm, Together(vlm) as together:
-        with vlm.runtime.lock:
-            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
-        assert [one.result().tokens for one in asked] == alone
-        found = [logits(vlm, some_ids(count)) for count in (40, 507)]
-        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+    expect_the_same_together(model, processor, wanted, (), store=tmp_path)
     with ks.wrap(model, processor, store=tmp_path) as vlm:  # what was found is in the store
-        assert vlm.chat(CHATS[0], **GREEDY).tokens == alone[0]
+        assert vlm.chat(CHATS[0], **GREEDY).tokens == wanted[1][0]
         assert fillings(vlm) == {RowPadding(multiple)}
 
 
@@ -108,15 +122,8 @@ def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
     model, processor = build("qwen3_vl", dtype)
     with ks.wrap(model, processor) as vlm:
         assert {how.apart for how in fillings(vlm) if how is not None} == {True}
-        wanted = [logits(vlm, some_ids(count)) for count in (40, 507, 700)]
-        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
-    with ks.wrap(model, processor) as vlm, Together(vlm) as together:
-        logits(vlm, some_ids(700)[:, :300], 1)
-        found = [logits(vlm, some_ids(count)) for count in (40, 507, 700)]
-        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
-        with vlm.runtime.lock:
-            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
-        assert [one.result().tokens for one in asked] == alone
+        wanted = answers(vlm, 40, 507, 700)
+    expect_the_same_together(model, processor, wanted, [(300, 1)])
 
 
 def test_calls_as_long_as_they_get_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +143,9 @@ def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
     model, processor = build(kind)
     with ks.wrap(model, processor) as vlm:
         assert vlm.stats()["engine"]["exactness"] == "bits"
-        wanted = [logits(vlm, some_ids(count)) for count in (40, 150, 700)]
-        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
-    with ks.wrap(model, processor) as vlm, Together(vlm) as together:
-        for count in (100, 127, 300, 520):
-            logits(vlm, some_ids(700)[:, :count], 2)
-        found = [logits(vlm, some_ids(count)) for count in (40, 150, 700)]
-        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
-        with vlm.runtime.lock:
-            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
-        assert [one.result().tokens for one in asked] == alone
+        wanted = answers(vlm, 40, 150, 700)
+    cuts = [(count, 2) for count in (100, 127, 300, 520)]
+    expect_the_same_together(model, processor, wanted, cuts)
 
 
 def test_where_no_number_does_answers_are_equal_to_rounding(

@@ -13,12 +13,12 @@ import torch
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight.core.any_cut import AnyCut
 from keepsight.core.decoding import forward, recorded
 from keepsight.core.decoding.forward import LanguageModel
 from keepsight.core.kernels import flash
 from keepsight.core.kernels.attention import _plain
 from keepsight.core.kernels.layers import is_quiet
-from keepsight.core.trials.any_cut import AnyCut
 
 
 def plain_at_the_end(

@@ -440,21 +440,6 @@ def test_what_falls_out_of_the_device_comes_back_bit_for_bit(has_fixed: bool) ->
     assert tree.evictions == 0 and tree.promotions == tree.demotions
 
 
-def test_the_beginning_of_a_path_never_lies_farther_than_its_end() -> None:
-    tree = Tree(HUGE, False, host_budget=HUGE)
-    Turn(tree, build("11.22.12.21.1")).run()
-    seen = []
-    while tree.nbytes:
-        demote(tree, 1)
-        tree.check()
-        seen.append([tier for _, tier in sorted(lies(tree).items())])
-    assert seen == [["memory"] * n + ["host"] * (5 - n) for n in (4, 3, 2, 1, 0)]
-    while tree.host.nbytes:
-        tree.evict(1)
-        tree.check()
-    assert tree.known("n", build("11.22.1")) == Known(7, False, evicted_from=0)
-
-
 def test_a_warm_turn_copies_nothing_before_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Tree(HUGE, True, host_budget=HUGE)
     for letters in ("12.12.12.1", "11.A2.22.1"):
@@ -547,15 +532,6 @@ def test_a_tenant_over_its_quota_loses_its_own() -> None:
     assert tree.bytes_of("nobody") == 0
 
 
-def test_a_quota_holds_in_each_tier() -> None:
-    tree = Tree(HUGE, False, host_budget=HUGE, quota=300)
-    tree.root("n", "a")
-    for letters in ("11.11.11.1", "22.22.22.1", "12.12.12.1"):
-        Turn(tree, build(letters)).run()
-    assert 200 < tree.device.bytes_of["a"] <= 300 and 200 < tree.host.bytes_of["a"] <= 300
-    tree.check()
-
-
 def test_a_namespace_belongs_to_one_tenant() -> None:
     shelf = Shelf()
     tree = Tree(HUGE, False, shelf)  # type: ignore[arg-type]
@@ -613,23 +589,6 @@ def test_to_forget_and_to_clear_is_stronger_than_a_pin() -> None:
         assert tree.nbytes == 0 and found(tree, build("11.22.1")).length == 0
         assert not first.holds and not last.pinned
         tree.check()
-
-
-def test_an_earlier_turn_adds_nothing_to_what_a_later_one_made() -> None:
-    whole = build("11.A2.22.1")
-    for forget in (lambda tree: tree.clear(), lambda tree: tree.forget_media(KEYS["A"])):
-        tree = Tree(HUGE, True)
-        earlier = Turn(tree, whole)
-        forget(tree)
-        Turn(tree, whole).run()
-        tree.evict(HUGE)
-        while earlier.ends:
-            earlier.step()
-        assert earlier.node.gone
-        earlier.end()
-        tree.check()
-        assert all(n.start < 2 for n in tree.nodes() if n.nbytes)
-        assert found(tree, whole).length <= 3
 
 
 def test_what_a_forgotten_pin_protected_counts_again() -> None:
@@ -734,24 +693,6 @@ def test_an_image_that_is_in_use_is_out_of_reach_at_once_and_gone_when_released(
     assert shelf.all == left and not tree.detached and found(tree, whole).length == 3
     assert tree.nbytes == sum(n.nbytes for n in tree.nodes())
     assert Turn(tree, whole).run() and found(tree, whole).length == 11  # a new turn may
-
-
-def test_a_turn_that_had_not_come_to_the_image_does_not_remember_it_either() -> None:
-    shelf = Shelf()
-    tree = Tree(HUGE, True, shelf)  # type: ignore[arg-type]
-    old = Turn(tree, build("11.22.A2.1"))
-    assert not old.step().gone
-    tree.forget_media(KEYS["A"])
-    new = Turn(tree, build("11.12.A2.1"))
-    assert not old.step().gone and old.step().gone and old.step().gone
-    assert tree.is_forgotten(old.node.chain()[0], old.whole, old.match.since)
-    assert not any(new.step().gone for _ in range(4))
-    tree.check()
-    old.end(), new.end()
-    assert found(tree, build("11.22.A2.1")).length == 6
-    assert found(tree, build("11.12.A2.1")).length == 11
-    assert not tree.root("n").home.barred
-    tree.check()
 
 
 # -- what a store is told ----------------------------------------------------------------------

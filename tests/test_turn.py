@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from models import build, picture, turn
-from test_exact import Catch, logits
+from test_exact import logits
 
 import keepsight as ks
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
@@ -363,38 +363,6 @@ def test_stop_strings_and_lengths(demo: Any) -> None:
     assert "".join(piece.text for piece in demo.stream(messages, stop=[stop])) == cut.text
     short = demo.chat(messages, max_tokens=2)
     assert len(short.tokens) == 2 and short.finish_reason == "length"
-
-
-@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
-def test_what_was_decoded_is_reused_and_changes_no_bit(demo_parts: Any, name: str) -> None:
-    """Here and by other conversations that repeat it."""
-    model, processor = demo_parts[name]
-    first = [turn(LONG, picture(1))]
-    with ks.wrap(model, processor) as vlm, ks.wrap(model, processor) as fresh:
-        expected = logits(vlm, first)
-        answer = vlm.chat(first, max_new_tokens=30)
-        history = [*first, turn(answer.text, role="assistant"), turn("And why?")]
-        found = Catch()
-        usage = vlm.chat(history, max_new_tokens=1, logits_processor=[found]).usage
-        assert usage.cached_tokens >= answer.usage.prompt_tokens + len(answer.tokens) - 1
-        assert found.seen is not None and torch.equal(found.seen, logits(fresh, history))
-        assert torch.equal(logits(vlm, first), expected)
-
-
-@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
-def test_bytes_are_the_unique_storages(demo_parts: Any, name: str) -> None:
-    model, processor = demo_parts[name]
-    with ks.wrap(model, processor) as vlm:
-        session = vlm.session()
-        for images in (picture(1), None, picture(2)):
-            session.ask(LONG, images, max_new_tokens=3)
-            session.fork().ask("Or not?", max_new_tokens=3)
-        seen = {}
-        for node in vlm.runtime.tree.nodes():
-            for tensor in node.tensors():
-                storage = tensor.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
-        assert vlm.stats()["prefix"]["bytes"] == sum(seen.values()) > 0
 
 
 def test_unknown_and_impossible_options(demo: Any) -> None:

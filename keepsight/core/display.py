@@ -15,7 +15,6 @@ from keepsight.system.units import bytes_text
 
 
 def described(runtime: Runtime) -> str:
-    """The model in one line."""
     model = runtime.model
     name = getattr(model.config, "_name_or_path", "") or ""
     short = str(name).rstrip("/").rpartition("/")[2]
@@ -38,14 +37,12 @@ def model_as_html(shown: str, stats: Record) -> str:
 
 
 def history(messages: list[Message]) -> str:
-    """How long a conversation is, in one line."""
     turns = sum(message["role"] == "user" for message in messages)
     images = sum(len(_images(message)) for message in messages)
     return f"{turns} turn{'s' * (turns != 1)}, {images} image{'s' * (images != 1)}"
 
 
 def history_as_html(messages: list[Message]) -> str:
-    """A conversation as a table: role, pictures by number, text."""
     rows, number = [], 0
     for message in messages:
         shown = []

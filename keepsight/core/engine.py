@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +22,12 @@ import torch
 from keepsight.core.decoding.drafts import DraftCounts, EarlierAnswers, Guesses, PassCosts
 from keepsight.core.decoding.forward import LanguageModel, Stretch, ordinary_ids
 from keepsight.core.decoding.lanes import Lanes, restore, shared
-from keepsight.core.decoding.placement import Placement
 from keepsight.core.decoding.positions import place
-from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler, check_length, sampler
-from keepsight.core.decoding.state import Lane, Shape, Tensors, pattern
+from keepsight.core.decoding.sampling import Detokenizer, check_length, sampler
+from keepsight.core.decoding.state import Lane, Placement, Shape, Tensors, pattern
 from keepsight.core.explain import Findings
-from keepsight.core.sequence import Sequence
-from keepsight.errors import KeepsightError, ModelKeepsChanging
+from keepsight.core.sequence import Sequence, there
+from keepsight.errors import ModelKeepsChanging
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.models.families.pixels import Part
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 PIECE = 512  # prompt tokens of a pass beside running answers
 MAX_RUNNING = 16  # sequences that are computed at a time
 MAX_RESTARTS = 8  # of one prompt, because the model changed
-MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
 MOST_LOGITS = 64 << 20  # bytes of the logits of a pass that prompts want
 _PLANNED = 4096  # tokens of an answer for which memory is planned; it may get longer
 
@@ -58,12 +57,10 @@ class Engine:
 
     def __init__(self, memory: Runtime, shape: Shape, budget: int, guessing: bool) -> None:
         self._memory, self._model, self._family = memory, memory.model, memory.family
-        self._tree, self.guessing = memory.prefixes, guessing
+        self._tree, self.guessing = memory.tree, guessing
         self._room = self._budget = budget  # for all of memory, and for what runs at a time
-        self.shape, self.decoder = (
-            shape,
-            LanguageModel(memory.model, memory.family, shape, budget // 2),
-        )
+        self.shape = shape
+        self.decoder = LanguageModel(memory.model, memory.family, shape, budget // 2)
         self.lanes = Lanes(memory.model, shape, budget)
         self.answers, self._costs, self.tally = EarlierAnswers(), PassCosts(), DraftCounts()
         self.came: deque[Sequence] = deque()  # added by any thread
@@ -78,14 +75,13 @@ class Engine:
         self.most_rows = max(1, MOST_LOGITS // (4 * words))  # of a pass
         self.prefill_tokens = self.decode_steps = self.towers = 0
         self._number = self._round = self._rows = 0
-        self._patterns: dict[str, Record] = {}  # by namespace
+        self._pattern: tuple[str, Record] = ("", {})  # of the last model and kernels
         self._placement: Placement | None = None
         self._order = StreamOrder()
 
     # -- for callers, in any thread ----------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Add a sequence; the next step looks at it."""
         self.came.append(seq)
 
     def answer(self, seq: Sequence) -> Iterator[Piece]:
@@ -140,7 +136,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self.came or self.waiting or self.running or self._listened)
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -183,8 +178,7 @@ class Engine:
             self._read(seq, logits, 1e3 * seconds, whole=count == len(seq.read))
             return
         seq.milliseconds["decode"] = seq.milliseconds.get("decode", 0.0) + 1e3 * seconds
-        if logits is None:
-            raise KeepsightError("a decoded token came back without logits")
+        logits, over = there(logits), False
         guessed, right = segment.ids[1:].tolist(), 0
         unread = count - len(logits)  # tokens that were forced: nobody reads the logits before them
         for spot in range(count):
@@ -218,9 +212,7 @@ class Engine:
         if not seq.changed:
             self._remember(seq, logits, cost)
         if read:
-            if logits is None:
-                raise KeepsightError("the end of a prompt came back without logits")
-            self._begin_decoding(seq, logits)
+            self._begin_decoding(seq, there(logits))
         return None
 
     def _begin_decoding(self, seq: Sequence, logits: torch.Tensor) -> None:
@@ -229,7 +221,8 @@ class Engine:
             self._finish(seq)
             return
         if seq.tokenizer is not None:
-            seq.detokenizer = Detokenizer.of(seq.sampler.sampler, seq.tokenizer)
+            how = seq.sampler.stop, seq.sampler.skip_special_tokens
+            seq.detokenizer = Detokenizer(seq.tokenizer, *how)
         # What was guessed wrong is taken back, which layers of fixed size do not allow.
         exact = bool(seq.rule.kernels) and not self.shape.has_states
         if self.guessing and exact and not self._family.step_inputs(1, len(seq.prompt) + 1):
@@ -245,13 +238,12 @@ class Engine:
     ) -> tuple[int, bool]:
         """Choose a token, or take a forced one where there are no logits, and hand out its text;
         whether it ends the answer."""
-        if seq.sampler is None:
-            raise KeepsightError("this sequence was begun without sampling")
-        token = seq.sampler.accept(forced) if logits is None else seq.sampler.take(logits)
+        chooser = there(seq.sampler)
+        token = chooser.accept(forced) if logits is None else chooser.take(logits)
         seq.generated.append(token)
         if "first_token" not in seq.milliseconds:
             seq.milliseconds["first_token"] = 1e3 * (time.perf_counter() - seq.asked)
-        text, over = "", seq.sampler.over
+        text, over = "", chooser.over
         if seq.detokenizer is not None:
             text = seq.detokenizer.push(token)
             over |= seq.detokenizer.stopped  # Transformers' criterion misses some in a token
@@ -323,16 +315,14 @@ class Engine:
 
     def _tokens(self, seq: Sequence, alone: bool) -> Stretch:
         """The last chosen token, and those behind it that are forced, or guesses if it is alone."""
-        if seq.lane is None or seq.sampler is None:
-            raise KeepsightError("this sequence has no lane")
-        start, guess = seq.done, self._forced(seq)
+        start, guess, chooser = seq.done, self._forced(seq), there(seq.sampler)
         forced = bool(guess)
         if not guess and alone and seq.guesses is not None:
-            guess = seq.sampler.fitting(seq.guesses.next(seq.generated))
+            guess = chooser.fitting(seq.guesses.next(seq.generated))
         ids = np.array([*seq.generated[start - len(seq.prompt) :], *guess], dtype=np.int64)
         positions = seq.positions(start, start + len(ids))
-        rows = 1 if forced and not seq.sampler.sampler.reads_all else len(ids)
-        return Stretch(seq.lane, seq.prompt, ids, positions, rows, forced=forced)
+        rows = 1 if forced and not chooser.reads_all else len(ids)
+        return Stretch(there(seq.lane), seq.prompt, ids, positions, rows, forced=forced)
 
     def _forced(self, seq: Sequence) -> list[int]:
         """Tokens about which a grammar leaves no choice: one pass reads them all. States of fixed
@@ -391,12 +381,9 @@ class Engine:
         ]
 
     def _fetch(self, seq: Sequence, medium: int) -> Package:
-        vision, shown = seq.vision, seq.prompt.media[medium]
-        if vision is None or seq.node is None:
-            raise KeepsightError("this sequence has not begun")
+        vision, node, shown = there(seq.vision), there(seq.node), seq.prompt.media[medium]
         if medium not in seq.sources and vision.made_elsewhere(shown):
             seq.others.add(medium)  # before our own package is stored
-        node = seq.node
 
         def may_keep() -> bool:
             """Not of a deleted picture, nor of a changed model."""
@@ -465,7 +452,7 @@ class Engine:
             ids = torch.from_numpy(seq.prompt.ids)[None].to(self._model.device)
             tokenizer = getattr(self._memory.processor, "tokenizer", None)
             more = (seq.options, seq.default_tokens)
-            seq.sampler = SequenceSampler(sampler(self._model, tokenizer, ids, *more), ids)
+            seq.sampler = sampler(self._model, tokenizer, ids, *more)
 
     def _under_present_names(self, seq: Sequence) -> Prompt:
         """The prompt with its media named under the present weights."""
@@ -539,19 +526,17 @@ class Engine:
     @quietly
     def _start(self, seq: Sequence) -> Lane:
         """A lane with what is remembered of the prompt on it."""
-        if seq.lane is not None:
-            self._catch_up(seq)
-            return seq.lane
-        if seq.node is None:
-            raise KeepsightError("this sequence has not begun")
         self._catch_up(seq)
+        if seq.lane is not None:
+            return seq.lane
+        node = there(seq.node)
         with seq.stage("restore"):
-            lane = self.lanes.take(seq.node)
+            lane = self.lanes.take(node)
             lane.reserve(len(seq.prompt) + min(seq.room, _PLANNED))
-            length = shared(lane, seq.node)
+            length = shared(lane, node)
             lane.placed = place(self._family, seq.prompt, lane.placed if length else None)
             lane.rewind(length)
-            restore(lane, seq.node, length)
+            restore(lane, node, length)
             seq.lane = lane
         seq.milliseconds.setdefault("queued", 1e3 * (time.perf_counter() - seq.asked))
         seq.milliseconds.setdefault("prefill", 0.0)
@@ -590,18 +575,11 @@ class Engine:
         if seq.again is not None:
             seq.again = None
             return
-        logits = self._known_logits(seq)
+        taken = there(seq.found).taken_over
+        logits = there((taken[-1][1] if taken else seq.match).logits)
         if seq.wanted is not None:
             seq.wanted.take(len(seq.prompt) - 1, logits)
         self._begin_decoding(seq, logits)
-
-    def _known_logits(self, seq: Sequence) -> torch.Tensor:
-        """The remembered logits after the prompt."""
-        taken = seq.found.taken_over if seq.found is not None else []
-        logits = (taken[-1][1] if taken else seq.match).logits
-        if logits is None:
-            raise KeepsightError("a remembered prompt has lost its logits")
-        return logits
 
     def _out_of_date(self, seq: Sequence) -> bool:
         """Whether weights or settings changed since it began, also if they changed back."""
@@ -633,36 +611,28 @@ class Engine:
             if not seq.node.end < end <= lane.length:
                 continue
             share = cost * (end - seq.node.end) / (lane.length - begin)
-            own = None
-            if end == len(prompt) and logits is not None:
-                own = logits.clone()
+            own = logits.clone() if end == len(prompt) and logits is not None else None
             self._insert(seq, prompt, end, own, share)
-        lane.unwatch()
+        lane.watch(())
 
     def _insert(
         self, seq: Sequence, prompt: Prompt, end: int, logits: torch.Tensor | None, cost: float
     ) -> None:
-        lane, above = seq.lane, seq.node
-        if lane is None or above is None:
-            return
+        lane, above = there(seq.lane), there(seq.node)
         kv, fixed = lane.capture_watched(above.end, end)
-        node = self._tree.insert(above, prompt, end, kv, fixed, logits, cost, seq.since)
+        seq.node = lane.node = self._tree.insert(
+            above, prompt, end, kv, fixed, logits, cost, seq.since
+        )
         self._tree.release(above)
-        seq.node = node
-        lane.node = node
 
     @quietly
     def _remember_reply(self, seq: Sequence) -> None:
         """Remember the answer as it was decoded."""
         lane, node = seq.lane, seq.node
         known = self._family.reuse == "prefix" and self._family.decodes_as_prefilled
-        if (
-            seq.passing
-            or not known
-            or lane is None
-            or node is None
-            or not (seq.generated or seq.computed)
-        ):
+        if lane is None or node is None or seq.passing or not known:
+            return
+        if not (seq.generated or seq.computed):
             return
         if seq.changed or self._out_of_date(seq):
             seq.changed = True
@@ -768,9 +738,13 @@ class Engine:
 
     # -- errors ------------------------------------------------------------------------------------
 
-    def _guarded(self, seq: Sequence) -> _Guard:
+    @contextmanager
+    def _guarded(self, seq: Sequence) -> Iterator[None]:
         """Any error in a block ends this sequence only."""
-        return _Guard(self, seq)
+        try:
+            yield
+        except Exception as error:
+            self._finish(seq, error)
 
     def _failed(self, chosen: Chosen, error: Exception) -> None:
         """A pass failed. Alone, the sequence ends with the error; of several each runs again by
@@ -816,7 +790,6 @@ class Engine:
 
     @property
     def placement(self) -> Placement:
-        """The device on which each layer keeps its state."""
         if self._placement is None:
             self._placement = Placement(self._model, self.shape)
         return self._placement
@@ -842,11 +815,9 @@ class Engine:
     def snapshot_pattern(self) -> Record:
         """The layout that all snapshots of a namespace share; costs one small pass, once."""
         variant = f"{self.lanes.variant} {bool(self._memory.finding.kernels)}"
-        if variant not in self._patterns:
-            while len(self._patterns) >= MAX_PATTERNS:
-                self._patterns.pop(next(iter(self._patterns)))
-            self._patterns[variant] = self._look_at_a_snapshot()
-        return self._patterns[variant]
+        if variant != self._pattern[0]:
+            self._pattern = variant, self._look_at_a_snapshot()
+        return self._pattern[1]
 
     @quietly
     def _look_at_a_snapshot(self) -> Record:
@@ -882,19 +853,3 @@ def _goes_on_as(seq: Sequence, other: Sequence) -> bool:
     alike = other.node is seq.node and start <= other.done and start < len(ids)
     ends = other.ends[-1] if other.ends else 0
     return alike and start < ends and bool(ids[start] == seq.read.ids[start])
-
-
-class _Guard:
-    """Ends one sequence with the error of a block."""
-
-    def __init__(self, engine: Engine, seq: Sequence) -> None:
-        self._engine, self._seq = engine, seq
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._engine._finish(self._seq, error)
-        return True

@@ -69,7 +69,6 @@ class Order:
             self.media.append(vision.medium_of(looked))
 
     def rendered(self) -> Order:
-        """Render the prompt."""
         kinds = [kind for kind, _ in self._given]
         named = list(zip(kinds, self.media, strict=True))
         tenant, template = self._call.tenant, self._call.template
@@ -96,5 +95,4 @@ class Order:
         self._looked.clear()
 
     def with_media(self) -> list[Message]:
-        """The messages with named media in place of the given ones."""
         return with_media(self._clean, self.media)

@@ -12,7 +12,7 @@ model (a listener, or a hook of the model) does not wait: who is at it may wait 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeGuard
 
 from keepsight.core.answer import asked, read
@@ -108,13 +108,8 @@ def _unpin_in_store(store: Store, name: Name) -> None:
         store.pin(*name, False)
 
 
-@contextlib.contextmanager
-def _one_at_a_time(runtime: Runtime) -> Iterator[None]:
-    if runtime.lock.held:
-        yield
-    else:
-        with runtime.housekeeping:
-            yield
+def _one_at_a_time(runtime: Runtime) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if runtime.lock.held else runtime.housekeeping
 
 
 def _locked(runtime: Runtime, work: Callable[..., object], *arguments: object) -> None:
@@ -202,19 +197,16 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
     `path`."""
     freed = 0
     namespace = runtime.refresh(call.tenant)
-    node: Node | None = runtime.prefixes.match(namespace, prompt, runtime.rule).node
-    while node is not None and node.parent is not None and not _has_dependents(node):
+    node: Node | None = runtime.tree.match(namespace, prompt, runtime.rule).node
+    while node is not None and node.parent is not None:
         above = node.parent
+        if any(child.tier or child.entry for child in node.children.values()):
+            break  # another depends on it
         freed += int(runtime.tree.forget(node))
         if node.own_entry is not None:
             path[node.own_entry.name] = None
         node = above
     return freed
-
-
-def _has_dependents(node: Node) -> bool:
-    """Whether another entry depends on this snapshot."""
-    return any(child.tier or child.entry for child in node.children.values())
 
 
 def _looked_at(runtime: Runtime, what: object, tenant: str) -> Callable[[], list[Medium]]:

@@ -43,7 +43,6 @@ class Plan:
     picture_tokens: int
 
     def weights(self, dtype: str) -> int:
-        """Bytes of all weights."""
         return self.parameters * DTYPES[dtype]
 
     def token(self, dtype: str) -> int:
@@ -56,7 +55,6 @@ class Plan:
         return self.state_numbers * DTYPES[dtype]
 
     def features(self, dtype: str) -> int:
-        """Bytes of the features of a picture."""
         return self.picture_tokens * self.feature_numbers * DTYPES[dtype]
 
     def prefix(self, dtype: str) -> int:

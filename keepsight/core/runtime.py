@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight import digests
+from keepsight.core.any_cut import AnyCut, Finding
 from keepsight.core.call import Call
 from keepsight.core.decoding.state import Shape
 from keepsight.core.engine import Engine
-from keepsight.core.kernels import grouped as attention
 from keepsight.core.kernels import passes
 from keepsight.core.settings import (
     RuntimeSettings,
@@ -27,7 +27,6 @@ from keepsight.core.settings import (
 from keepsight.core.structured.formats import wanted
 from keepsight.core.structured.grammars import Grammars
 from keepsight.core.structured.thoughts import may_open, opened
-from keepsight.core.trials.any_cut import AnyCut
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Options, Processor, Record
 from keepsight.media.caches import MediaCaches
@@ -43,7 +42,6 @@ from keepsight.models.quantised import (
     refuse_experts_without_kernel,
     refuse_shared_scales,
 )
-from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.prompt.render import Name, Renderer
@@ -82,11 +80,9 @@ class Runtime:
         settings: RuntimeSettings,
         store: Store | None,
         renderer: Renderer | None = None,
-        prefixes: PrefixCache | None = None,
         owned: bool = False,
     ) -> None:
         settings.check()
-        attention.begin()
         passes.begin()
         self.lock, self._renderer, self.closed = FairLock(), renderer, False
         self.decides_only = False  # its head scores options, not words
@@ -103,7 +99,6 @@ class Runtime:
         self.visions: OrderedDict[str, Vision] = OrderedDict()  # most recently refreshed last
         self.tree = self._tree(model)
         shape = Shape.of(model)
-        self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
         budget = parse_bytes(settings.cache_budget or 0)
         self.engine = Engine(self, shape, budget, settings.drafts)
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.forget
@@ -113,7 +108,7 @@ class Runtime:
         states = shape.has_fixed
         self.rule = self._plain = Rule(*kind, family.media_ends, states)
         self._any_cut = AnyCut(model, family, self.engine.decoder, weights, settings, owned, store)
-        self.finding = self._any_cut.before
+        self.finding = Finding(None)
         self._compiled = Compiled(model, not family.packages_only)
         self._compiled.gather()
         refuse_shared_scales(model)
@@ -123,10 +118,10 @@ class Runtime:
         # By namespace, to explain why a path is missing.
         self.made_under: dict[str, SnapshotOrigin] = {}
 
-    def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:
+    def fresh(self, family: Family | None = None) -> Runtime:
         """A runtime with the same model, settings and lock, and nothing remembered."""
         own = (self.model, family or self.family, self.processor, self.weights, self.settings)
-        other = Runtime(*own, None, self.renderer, prefixes)
+        other = Runtime(*own, None, self.renderer)
         other.lock, other.rule, other._plain = self.lock, self.rule, self._plain
         other._any_cut, other.finding = self._any_cut, self.finding
         self.weights.on_forget = self._any_cut.packing.forget
@@ -179,7 +174,6 @@ class Runtime:
         return self.processor
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, or an error that says none was given."""
         return self.needed_processor().tokenizer
 
     def grammar(self, options: Options, prompt: Prompt) -> Options:
@@ -222,7 +216,6 @@ class Runtime:
 
     @property
     def vision(self) -> Vision:
-        """The default tenant's features."""
         return self.vision_of("")
 
     def vision_of(self, tenant: str) -> Vision:
@@ -277,7 +270,6 @@ class Runtime:
         self.made_under = kept
 
     def store_of(self, tenant: str) -> Store | None:
-        """The store as one tenant sees it."""
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
     def refresh(self, tenant: str = "", remembered: dict[str, str] | None = None) -> str:
@@ -380,7 +372,6 @@ class Runtime:
         return freed + self.tree.forget_media(medium.key, tenant)
 
     def forget_said(self, tenant: str | None) -> None:
-        """Forget texts and answers of one tenant, or of all."""
         self.engine.answers.clear(tenant)
         if self._renderer is not None:
             self._renderer.encodings.clear(tenant)
@@ -421,14 +412,9 @@ class Runtime:
             "exactness": "bits" if self.rule.kernels else "rounding",
             "rounding_because": self.finding.why,
             **vars(self.engine.tally),
-            **self._any_cut.stats(),
+            "packed_bytes": self._any_cut.packing.nbytes,
         }
         return {**stats, "store": _stats_of(self.store)}
-
-    def check(self) -> None:
-        """Raise AssertionError if bytes are miscounted or an invariant of the tree is broken."""
-        self.tree.check()
-        self.caches.check()
 
 
 def _logits_of(model: PreTrainedModel) -> tuple[int, tuple[int, ...]]:

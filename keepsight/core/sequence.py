@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from keepsight.core.decoding.drafts import DraftCounts, Guesses
-from keepsight.core.decoding.sampling import Detokenizer, SequenceSampler
+from keepsight.core.decoding.sampling import Detokenizer, Sampler
 from keepsight.core.decoding.state import Lane
 from keepsight.core.explain import CHANGED, Findings, Origin, explain
 from keepsight.core.kernels.passes import Kernels
@@ -32,6 +32,15 @@ from keepsight.report import Piece, Report, Usage, stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+def there(value: T | None) -> T:
+    """What a sequence has once it has begun."""
+    if value is None:
+        raise KeepsightError("this sequence has not come so far")
+    return value
 
 
 @dataclass
@@ -94,7 +103,7 @@ class Sequence:
     sources: dict[int, str] = field(default_factory=dict)  # where features came from
     notes: dict[int, str] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)  # media that the store has from elsewhere
-    sampler: SequenceSampler | None = None
+    sampler: Sampler | None = None
     detokenizer: Detokenizer | None = None
     guesses: Guesses | None = None
     tally: DraftCounts = field(default_factory=DraftCounts)
@@ -115,7 +124,6 @@ class Sequence:
 
     @property
     def done(self) -> int:
-        """Tokens on its lane."""
         return 0 if self.lane is None else self.lane.length
 
     @property
@@ -140,15 +148,12 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be read, as far as known."""
         return len(self.read) - self.done
 
     @property
     def match(self) -> Match:
         """The longest remembered prefix found at first."""
-        if self.found is None:
-            raise KeepsightError("this sequence has not begun")
-        return self.found.match
+        return there(self.found).match
 
     @property
     def room(self) -> int:
@@ -166,9 +171,7 @@ class Sequence:
         """Positions of the prompt and what follows it. They go on as in `generate` of Transformers:
         behind the last token, not behind the largest position, which may belong to the last frame
         of a slow video."""
-        if self.lane is None or self.lane.placed is None:
-            raise KeepsightError("this sequence has no lane")
-        known, length = self.lane.placed.positions, len(self.prompt)
+        known, length = there(there(self.lane).placed).positions, len(self.prompt)
         if stop <= length:
             return known[..., start:stop]
         return known[..., -1:] + torch.arange(start - length + 1, stop - length + 1)
@@ -179,14 +182,12 @@ class Sequence:
         return Prompt(ids, self.prompt.media, self.prompt.ranges)
 
     def raise_error(self) -> None:
-        """Raise the error that ended it."""
         if self.error is not None:
             raise self.error
 
     # -- what a call returns besides its text ------------------------------------------------------
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Measure one stage of the report."""
         return stage(self.milliseconds, name)
 
     def last(self) -> Piece:
@@ -202,7 +203,6 @@ class Sequence:
         return Piece(rest, None, self.usage(), self.report(), reason, reads)
 
     def usage(self) -> Usage:
-        """Counts so far."""
         images = len(self.prompt.media)
         encoded = sum(where == "tower" for where in self.sources.values())
         return Usage(

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _FOR_OTHERS = 8  # this share of the places is not for the account with the most
 _LONG = 60.0  # seconds; a notification by the garbage collector may get lost
 _WINDOW = 10.0  # seconds over which the token rate is measured
+_CLOSED = "the scheduler was closed before the request was done"
+_TAKEN = "requests are no longer taken: the scheduler was closed"
 
 
 class Ticket:
@@ -106,7 +108,6 @@ class Ticket:
     # -- for the scheduler -----------------------------------------------------------------------
 
     def put(self, piece: Piece) -> None:
-        """Hand over one piece."""
         if piece.usage is not None:
             self.usage, self.report = piece.usage, piece.report
             self.finish_reason = piece.finish_reason
@@ -117,7 +118,6 @@ class Ticket:
             self._pieces.put(piece)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the ticket; no more pieces come."""
         self.error = error
         self.done.set()
         self._pieces.put(None)
@@ -145,7 +145,7 @@ class Desk:
         are several accounts, one account never gets all places."""
         with self.bell:
             if self.closed:
-                raise Closed("requests are no longer taken: the scheduler was closed")
+                raise Closed(_TAKEN)
             self._several |= bool(self.inside) and not self.inside[account]
             reserved = self._places // _FOR_OTHERS + 1 if self._several and self._places > 1 else 0
             count = self.inside.total()
@@ -159,13 +159,12 @@ class Desk:
         """Add what was made ready, unless the thread has stopped meanwhile."""
         with self.bell:
             if self.stopped:
-                raise Closed("the scheduler was closed before the request was done")
+                raise Closed(_CLOSED)
             for seq in sequences:
                 engine.add(seq)
             self.bell.notify_all()
 
     def leave(self, account: str, outcome: str = "", seconds: float = 0.0) -> None:
-        """Give the place back."""
         with self.bell:
             self.inside[account] -= 1
             self.inside += Counter()  # drops zeros
@@ -195,13 +194,11 @@ class Desk:
         ticket.end(seq.error)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request at the next step."""
         seq.cancelled = True
         with self.bell:
             self.bell.notify_all()
 
     def rate(self) -> float:
-        """Tokens per second, lately."""
         now = time.monotonic()
         recent = [when for when in list(self._recent) if when >= now - _WINDOW]
         return round(len(recent) / max(1e-3, now - recent[0]), 2) if recent else 0.0
@@ -358,7 +355,6 @@ class Together:
         return self._enter(messages, call, Ticket(on_done=on_done), False, account)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
-        """The report that this request would get."""
         call = Call.before_decoding(options, self._vlm.tenant, "explain")
         return predict_report(self._memory, messages, call)
 
@@ -374,7 +370,7 @@ class Together:
     def errand(self, account: str) -> Errand:
         """Computes sequences for a caller that waits: decisions and scores."""
         if not self._thread.is_alive():
-            raise Closed("requests are no longer taken: the scheduler was closed")
+            raise Closed(_TAKEN)
         return Errand(self._desk, self._memory.engine, account, self)
 
     @contextmanager
@@ -389,10 +385,8 @@ class Together:
         """The number of requests in each state, and what was done so far."""
         engine, desk = self._memory.engine, self._desk
         prefilling, running = engine.count()
-        inside, counted = (
-            desk.inside.total(),
-            ("finished", "cancelled", "failed", "refused", "tokens"),
-        )
+        inside = desk.inside.total()
+        counted = ("finished", "cancelled", "failed", "refused", "tokens")
         return {
             "in_flight": inside,
             "prefilling": prefilling,
@@ -432,7 +426,7 @@ class Together:
     ) -> Ticket:
         whose = account_of(call.tenant) if account is None else account
         if not self._thread.is_alive():
-            raise Closed("requests are no longer taken: the scheduler was closed")
+            raise Closed(_TAKEN)
         self._desk.enter(whose, self)
         begun = time.perf_counter()
         try:
@@ -459,9 +453,7 @@ def _serve(memory: Runtime, desk: Desk) -> None:
         with memory.lock:
             try:
                 if stopped:
-                    engine.end_all(
-                        Closed("the scheduler was closed before the request was done"), desk
-                    )
+                    engine.end_all(Closed(_CLOSED), desk)
                     return
                 engine.step()
             except Exception as error:  # our error, not a request's: no client may wait forever

@@ -245,6 +245,12 @@ def padding_of(config: GenerationConfig) -> int:
 # -- attention and kernels -------------------------------------------------------------------------
 
 
+def for_scripts(**functions: Callable[..., object]) -> None:
+    """Let scripts take these functions for operators of torch."""
+    for name, function in functions.items():
+        torch.jit._builtins._register_builtin(function, f"aten::{name}")
+
+
 def ask_first(ours: Callable[[], bool]) -> None:
     """Make Transformers' attention ask us whether to leave grouped keys and values in place."""
     theirs = sdpa_attention.use_gqa_in_sdpa

@@ -1,6 +1,5 @@
 """Which prompts are remembered: a radix tree of paths in tiers. May import media and below.
 
 A `node` is one edge; `residency` holds, splits, demotes, pins, expires and forgets; `tree` looks up
-and remembers; `archive` writes nodes as entries of a store; `invariants` checks. Turns use what
-`cache` promises.
+and remembers; `archive` writes nodes as entries of a store.
 """

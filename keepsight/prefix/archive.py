@@ -49,7 +49,7 @@ def _write_rows(store: Store, node: Node, ttl: float | None, cost: float) -> Non
     above = node.parent
     if above is None or above.entry is None:
         return
-    _settled(node)
+    node.settled()
     base = None if above.parent is None else (SNAPSHOT, above.entry.name)
     prompt = Prompt.of_path(node.start, node.ids, node.spans)
     name = prompt.segment_digest(above.entry.name, node.start, node.end)
@@ -76,18 +76,12 @@ def _write_ends(store: Store, node: Node, ttl: float | None, cost: float) -> Non
     last = {name: tensor for name, tensor in node.ends.items() if name == LOGITS}
     for name, tensors in ((entry.name, node.states), (entry.ending, last)):
         if tensors and not store.has(STATE, name):
-            _settled(node)
+            node.settled()
             store.put(STATE, name, tensors, {"end": node.end}, about)
 
 
 def _media_of(node: Node) -> tuple[str, ...]:
     return tuple(sorted({span.key for span in node.spans if span.key}))
-
-
-def _settled(node: Node) -> None:
-    """Wait until copies to the host are complete."""
-    if node.way is not None:
-        node.way.fence.wait()
 
 
 def rows_of(store: Store, nodes: Sequence[Node]) -> Iterator[tuple[Node, Tensors | None]]:

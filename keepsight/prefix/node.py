@@ -22,6 +22,8 @@ from keepsight.system.devices import Fence, to_devices, to_host
 Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
 Key = tuple[object, ...]  # what the first token of an edge is
+# The original device of each tensor, and what is set when the copies are complete.
+HostCopy = tuple[dict[str, torch.device], Fence]
 DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
 LOGITS = "logits"  # what the end of a whole prompt has beside its states
 
@@ -58,14 +60,6 @@ class Stored:
         return digests.digest("whole", self.name)
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """How tensors came to the host, and how to return them."""
-
-    devices: dict[str, torch.device]  # the original device of each tensor
-    fence: Fence  # set when the copies are complete
-
-
 class Node:
     """One edge of paths, and what is remembered of it and at its end."""
 
@@ -84,7 +78,7 @@ class Node:
         self.rows: Tensors = {}
         self.ends: Tensors = {}  # what is valid at its end alone
         self.tier, self.nbytes = NOWHERE, 0
-        self.way: HostCopy | None = None
+        self.way: HostCopy | None = None  # how its tensors came to the host
         self.was_here = False  # absence now means eviction
         self.holds = 0  # its own, and one for each child that is held
         self.kept = 0  # own ones that end when it is forgotten
@@ -141,7 +135,7 @@ class Node:
         asynchronous copies the device waits, not the program."""
         tensors = {**self.rows, **self.ends}
         copies, fence = to_host(tensors)
-        self.way = HostCopy({name: tensor.device for name, tensor in tensors.items()}, fence)
+        self.way = {name: tensor.device for name, tensor in tensors.items()}, fence
         own = {name: c.clone() if c is tensors[name] else c for name, c in copies.items()}
         return {name: own[name] for name in self.rows}, {name: own[name] for name in self.ends}
 
@@ -151,10 +145,14 @@ class Node:
         way, self.way = self.way, None
         if way is None:
             return self.rows, self.ends
-        rows, ends = (
-            to_devices(some, way.devices.__getitem__, way.fence) for some in (self.rows, self.ends)
-        )
+        devices, fence = way
+        rows, ends = (to_devices(x, devices.__getitem__, fence) for x in (self.rows, self.ends))
         return rows, ends
+
+    def settled(self) -> None:
+        """Wait until copies to the host are complete."""
+        if self.way is not None:
+            self.way[1].wait()
 
     @property
     def own_entry(self) -> Stored | None:

@@ -38,18 +38,15 @@ class Span:
     row: int = field(compare=False, default=0)
 
     def clip(self, start: int, end: int) -> Span:
-        """The part between two positions."""
         a, b = max(self.start, start), min(self.end, end)
         by = a - self.start
         return replace(self, start=a, end=b, offset=self.offset + by, row=self.row + by)
 
     def all(self) -> tuple[int, int, str, int, str, int, str]:
-        """All fields, in their order."""
         what = (self.feature_id, self.offset, self.identity, self.medium, self.key)
         return (self.start, self.end, *what)
 
     def plain(self) -> list[int | str]:
-        """As JSON."""
         return [self.start, self.end, self.feature_id, self.offset, self.identity, self.medium]
 
 
@@ -81,7 +78,6 @@ class Prompt:
 
     @classmethod
     def nothing(cls) -> Prompt:
-        """A prompt of no tokens."""
         return cls(np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -227,7 +223,6 @@ class Prompt:
         return cut if span is None else span.start
 
     def medium_at(self, token: int) -> int | None:
-        """The index of the medium that a token belongs to."""
         span = self._around(token)
         return None if span is None else span.medium
 
@@ -269,7 +264,6 @@ def _spans_of(medium: Medium, j: int, start: int, end: int, row: int) -> Iterato
 
 
 def _places(ids: np.ndarray, wanted: frozenset[int]) -> np.ndarray:
-    """The positions of some ids."""
     found = np.zeros(len(ids), dtype=bool)
     for one in wanted:
         found |= ids == one
@@ -302,5 +296,4 @@ def _spans_agree(spans: Sequence[Span], others: Sequence[Span], limit: int) -> i
 
 
 def shift(spans: Sequence[Span], by: int) -> tuple[Span, ...]:
-    """The spans moved along the path."""
     return tuple(replace(span, start=span.start + by, end=span.end + by) for span in spans)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 
 from keepsight.errors import InputError, PinsFull
 from keepsight.formats.package import storage_bytes
-from keepsight.prefix.invariants import audit
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import (
     DEVICE,
@@ -51,7 +50,6 @@ class Tier:
         self.order: OrderedDict[Node, None] = OrderedDict()
 
     def count(self, node: Node, sign: int) -> None:
-        """Add a node to the counts, or remove it."""
         nbytes, home = sign * node.nbytes, node.home
         self.nbytes += nbytes
         self.snapshots += sign
@@ -66,7 +64,6 @@ class Tier:
         return next(iter(self.order), None)
 
     def stats(self, budget: int) -> dict[str, int]:
-        """Its bytes and snapshots, as plain data."""
         return {
             "bytes": self.nbytes,
             "budget": budget,
@@ -137,7 +134,6 @@ class Residency:
         return self.roots[namespace]
 
     def namespaces(self, tenant: str = "") -> list[str]:
-        """The namespaces of one tenant."""
         return [name for name, root in self.roots.items() if root.home.tenant == tenant]
 
     def nodes(self, tenant: str | None = None) -> Iterator[Node]:
@@ -172,8 +168,7 @@ class Residency:
         if at == node.end or node.parent is None:
             return node
         size, start, ids, spans = at - node.start, node.start, node.ids, node.spans
-        if node.way is not None:
-            node.way.fence.wait()
+        node.settled()
         halves = [cut(node.rows, *its, len(ids)) for its in ((0, size), (size, len(ids)))]
         before = tuple(s.clip(start, at) for s in spans if s.start < at)
         upper = Node(node.parent, start, ids[:size].copy(), before)
@@ -286,7 +281,6 @@ class Residency:
             raise PinsFull.no_room("prompts", "cache_budget", self.budget)
 
     def pinning(self) -> set[str]:
-        """The tenants that have pins."""
         return {root.home.tenant for root in self.roots.values() if root.home.pins}
 
     # -- tiers -------------------------------------------------------------------------------------
@@ -495,11 +489,9 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the model's device."""
         return self.device.nbytes
 
     def bytes_of(self, tenant: str = "") -> int:
-        """Bytes of one tenant in all tiers of memory."""
         return sum(tier.bytes_of.get(tenant, 0) for tier in (self.device, self.host))
 
     def held_bytes(self) -> int:
@@ -507,10 +499,5 @@ class Residency:
         return self.device.held + self.host.held
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Bytes and snapshots per tier."""
         budgets = ((self.device, self.budget), (self.host, self.host_budget))
         return {tier.name: tier.stats(budget) for tier, budget in budgets}
-
-    def check(self) -> None:
-        """Raise AssertionError if counters or invariants are wrong."""
-        audit(self)

@@ -2,7 +2,7 @@
 
 `match` and `known` look: they compute, copy and drop nothing, and note entries of a store without
 reading them. `hold` keeps a match alive, `load` moves it to the device, `insert` adds what was
-computed after it. `residency.py` decides what is kept in which tier; `invariants.py` checks it.
+computed after it. `residency.py` decides what is kept in which tier.
 """
 
 from __future__ import annotations

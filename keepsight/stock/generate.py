@@ -321,7 +321,7 @@ def _join(ids: torch.Tensor, answers: list[Answer]) -> torch.Tensor:
     them."""
     longest = max(len(one.generated) for one in answers)
     first = answers[0].sampler
-    fill = padding_of(first.sampler.config) if first is not None else 0
+    fill = padding_of(first.config) if first is not None else 0
     rows = [one.generated + [fill] * (longest - len(one.generated)) for one in answers]
     return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
 
@@ -330,7 +330,7 @@ def _as_dict(sequences: torch.Tensor, answers: list[Answer]) -> Generated:
     reports = [one.report() for one in answers]
     counts = [vars(one.usage()) for one in answers]
     total = Usage(**{name: sum(one[name] for one in counts) for name in counts[0]})
-    samplers = [one.sampler.sampler for one in answers if one.sampler is not None]
+    samplers = [one.sampler for one in answers if one.sampler is not None]
     logits, scores = _stack([s.logits for s in samplers]), _stack([s.scores for s in samplers])
     return Generated(sequences, total, reports[0], reports, logits, scores)
 

@@ -345,4 +345,4 @@ def _answer(runtime: Runtime, prompt: Prompt) -> tuple[torch.Tensor, ...]:
     """The logits of each step of an answer to a prompt."""
     answer = Answer(prompt, "", dict(_OPTIONS), _TOKENS)
     runtime.engine.run([answer])
-    return tuple(answer.sampler.sampler.logits) if answer.sampler is not None else ()
+    return tuple(answer.sampler.logits) if answer.sampler is not None else ()

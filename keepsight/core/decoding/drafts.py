@@ -13,7 +13,6 @@ tokens are guessed, possibly none.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +43,8 @@ class DraftCounts:
     forced_tokens: int = 0  # read in one pass because a grammar left no choice
 
     def add(self, other: DraftCounts) -> None:
-        """Add the counts of another tally."""
-        self.drafted_tokens += other.drafted_tokens
-        self.accepted_tokens += other.accepted_tokens
-        self.forced_tokens += other.forced_tokens
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 class EarlierAnswers:
@@ -61,7 +58,6 @@ class EarlierAnswers:
         return self._by_tenant.get(tenant, _EMPTY)
 
     def add(self, tenant: str, prompt: Prompt, answer: list[int]) -> None:
-        """Add an answer; drop the oldest to make room."""
         parts = [self.of(tenant), words_of(prompt)[-BEFORE:], np.asarray(answer, np.int64), _BREAK]
         self._by_tenant[tenant] = np.concatenate(parts)[-MAX_TOKENS:]
         self._by_tenant.move_to_end(tenant)
@@ -69,16 +65,10 @@ class EarlierAnswers:
             self._by_tenant.popitem(last=False)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget the answers of one tenant, or of all."""
         if tenant is None:
             self._by_tenant.clear()
         else:
             self._by_tenant.pop(tenant, None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in list(self._by_tenant.values()))
 
 
 def words_of(prompt: Prompt) -> np.ndarray:
@@ -140,7 +130,6 @@ class Guesses:
     ) -> None:
         self._words, self._earlier, self._costs = words_of(prompt), earlier, costs
         self._most, self._tally = most, tally
-        self._count = 0  # tokens of the answer that stand behind the prompt's words
         self._agreeing = 0
         self._saved = self._spent = 0.0  # seconds
 
@@ -151,9 +140,8 @@ class Guesses:
         if self._most <= FEW or left < 1 or self._saved < -LOSS * self._spent:
             return []
         ids = self._all(generated)
-        self._agreeing, following = max(
-            _latest(ids, ids), _latest(ids, self._earlier), key=lambda found: found[0]
-        )
+        found = _latest(ids, ids), _latest(ids, self._earlier)
+        self._agreeing, following = max(found, key=lambda one: one[0])
         count = self._costs.best(self._agreeing, min(left, len(following)))
         if self._agreeing and not count:
             self._costs.declined(self._agreeing)
@@ -171,36 +159,23 @@ class Guesses:
 
     def _all(self, generated: list[int]) -> np.ndarray:
         """The words of the prompt and the answer so far."""
-        length = len(self._words) - self._count
-        if len(generated) > self._count:
-            room = np.empty(len(generated) + 64, np.int64)
-            room[: len(generated)] = generated
-            self._words = np.concatenate([self._words[:length], room])
-            self._count = len(room)
-        self._words[length : length + len(generated)] = generated
-        return self._words[: length + len(generated)]
+        return np.concatenate([self._words, np.asarray(generated, np.int64)])
 
 
 def _latest(ids: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
     """The earlier place in `ids` that matches the most of its last tokens: how many match, and
-    what follows."""
+    what follows. Places with tokens behind them are compared, the latest first."""
     best, following = 0, _EMPTY
-    for end in _places(ids, where):
+    if min(len(ids), len(where) - 1) < SHORTEST:
+        return best, following
+    found = where[SHORTEST - 1 : -1] == ids[-1]
+    for back in range(1, SHORTEST):
+        found &= where[SHORTEST - 1 - back : -1 - back] == ids[-1 - back]
+    for end in np.flatnonzero(found)[::-1][:MAX_PLACES] + SHORTEST - 1:
         count = min(len(ids), end + 1, LONGEST)
         same = (ids[-count:] == where[end + 1 - count : end + 1])[::-1]
         agreeing = count if same.all() else int(same.argmin())
         if agreeing > best:
-            best, following = agreeing, where[end + 1 : end + 1 + GUESSES[-1]]
+            best, following = int(agreeing), where[end + 1 : end + 1 + GUESSES[-1]]
     gaps = np.flatnonzero(following == NOTHING)
     return best, following[: gaps[0]] if len(gaps) else following
-
-
-def _places(ids: np.ndarray, where: np.ndarray) -> Iterator[int]:
-    """Earlier places of the last tokens of `ids` with tokens behind them, the latest first."""
-    if len(ids) < SHORTEST or len(where) <= SHORTEST:
-        return
-    found = where[SHORTEST - 1 : -1] == ids[-1]
-    for back in range(1, SHORTEST):
-        found &= where[SHORTEST - 1 - back : -1 - back] == ids[-1 - back]
-    for place in np.flatnonzero(found)[::-1][:MAX_PLACES]:
-        yield int(place) + SHORTEST - 1

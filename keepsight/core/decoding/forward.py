@@ -23,7 +23,6 @@ from keepsight.core.decoding.recorded import RecordedPasses
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.core.decoding.steps import Steps
 from keepsight.core.kernels import passes
-from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import CacheLayer, Inputs
 from keepsight.models.families import Family
@@ -73,7 +72,6 @@ class LanguageModel:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that recorded passes hold."""
         return 0 if self.recorder is None else self.recorder.nbytes
 
     def forget(self) -> None:
@@ -135,7 +133,7 @@ class LanguageModel:
         inputs |= with_cache(self._model, segments[0].lane.cache if joined is None else joined)
         plainly = joined is not None and kernels is None
         ours = passes.side_by_side() if plainly else passes.running(kernels)
-        with grouped_queries(device, plainly), ours:
+        with passes.grouped_queries(device, plainly), ours:
             found = self._run(segments, inputs, in_rows)
         for one in segments:
             one.lane.length = one.end
@@ -196,8 +194,7 @@ class LanguageModel:
             return None
         found, tried = list[list[torch.Tensor | None]](), RecordedPasses(self._model, self._room)
         for self.recorder in (None, tried):
-            lane, ends = Lane(self._model, self.shape), (9, 10, 15)
-            found.append([self._pass([self._scratch(lane, end)], None)[0] for end in ends])
+            found.append(self._tried((9, 10, 15), None))
         agree = all(
             a is not None and b is not None and bool((a - b).abs().max() <= _NEAR * a.abs().max())
             for a, b in zip(*found, strict=True)
@@ -211,8 +208,7 @@ class LanguageModel:
             return False  # who listens hears of answers only
         found = list[list[torch.Tensor | None]]()
         for self.steps in (None, steps):
-            lane, ends = Lane(self._model, self.shape), (5, 6, 9)
-            found.append([self._pass([self._scratch(lane, end)], kernels)[0] for end in ends])
+            found.append(self._tried((5, 6, 9), kernels))
         pairs = zip(*found, strict=True)
         equal = all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
         return equal and steps.passes > 0
@@ -314,6 +310,11 @@ class LanguageModel:
             rows is not None and bool((rows - one).abs().max() <= _NEAR * one.abs().max())
             for rows, one in zip(found, alone, strict=True)
         )
+
+    def _tried(self, ends: Sequence[int], kernels: Kernels | None) -> list[torch.Tensor | None]:
+        """The logits at some ends of one sequence, each from a pass."""
+        lane = Lane(self._model, self.shape)
+        return [self._pass([self._scratch(lane, end)], kernels)[0] for end in ends]
 
     def _scratch(self, lane: Lane, end: int) -> Stretch:
         ids = ordinary_ids(self._model, self._family, end)

@@ -50,10 +50,7 @@ class LaneLayer(DynamicLayer):
         return self.keys, self.values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values after those held."""
-        if not self.is_initialized:
-            self.dtype, self.device = keys.dtype, keys.device
-            self.is_initialized = True
+        self._begin(keys)
         start, end = self.length, self.length + keys.shape[-2]
         self._ensure(end, keys, values)
         self.key_buffer[:, :, start:end] = keys  # type: ignore[index]
@@ -61,6 +58,10 @@ class LaneLayer(DynamicLayer):
         self._view(end)
         if attention_here() is not None:
             self._clear_behind(end)
+
+    def _begin(self, like: torch.Tensor) -> None:
+        if not self.is_initialized:
+            self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
 
     def _clear_behind(self, end: int) -> None:
         """Zero the rest of the last block: attention reads whole blocks."""
@@ -85,10 +86,8 @@ class LaneLayer(DynamicLayer):
         if self.length and self.key_buffer is not None and self.value_buffer is not None:
             new_k[:, :, : self.length] = self.key_buffer[:, :, : self.length]
             new_v[:, :, : self.length] = self.value_buffer[:, :, : self.length]
-        self.key_buffer, self.value_buffer = (
-            new_k,
-            new_v,
-        )  # both or none, where memory does not suffice
+        # Both or none, where memory does not suffice.
+        self.key_buffer, self.value_buffer = new_k, new_v
         self._written, self._clean = self.length, 0
 
     def _make_anew(self, room: torch.Tensor, like: torch.Tensor) -> None:
@@ -125,9 +124,7 @@ class LaneLayer(DynamicLayer):
     ) -> None:
         """Write remembered keys and values, (heads, rows, width) each, back to their place."""
         like_k, like_v = keys[0][None], values[0][None]
-        if not self.is_initialized:
-            self.dtype, self.device = like_k.dtype, like_k.device
-            self.is_initialized = True
+        self._begin(like_k)
         end = start + sum(piece.shape[-2] for piece in keys)
         self._written, self._clean = max(self._written, self.length, end), 0
         self.length = start
@@ -140,9 +137,7 @@ class LaneLayer(DynamicLayer):
         self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer, with space for more tokens; whoever writes them then calls `advance`."""
-        if not self.is_initialized:
-            self.dtype, self.device = like_k.dtype, like_k.device
-            self.is_initialized = True
+        self._begin(like_k)
         reserved, self.reserved = self.reserved, 0  # a graph reads all of it
         self._ensure(self.length + tokens, like_k, like_v)
         self.reserved = reserved
@@ -166,9 +161,9 @@ class LaneLayer(DynamicLayer):
         """Tokens of each lane, for layers of several lanes."""
         return [self.length]
 
-    def first_seen_by(self, place: int) -> int | None:
-        """The first key that the token at a place sees, or None if it sees all."""
-        return None
+    def first_seen_by(self, place: int) -> int:
+        """The first key that the token at a place sees."""
+        return 0
 
     @property
     def sight(self) -> tuple[int, bool]:
@@ -176,7 +171,6 @@ class LaneLayer(DynamicLayer):
         return 0, False
 
     def get_seq_length(self, *more: object, **options: object) -> int:
-        """Tokens held."""
         refuse_unknown("get_seq_length of a cache layer", more, options)
         return self.length
 
@@ -186,12 +180,10 @@ class LaneLayer(DynamicLayer):
         return self.length + query_length, 0
 
     def reset(self) -> None:
-        """Forget everything, keep the buffers."""
         self.rewind(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return storage_bytes(t for t in (self.key_buffer, self.value_buffer) if t is not None)
 
 
@@ -234,7 +226,6 @@ class RowsLayer(LaneLayer):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each lane."""
         return [layer.length for layer in self._layers]
 
     def stretch(
@@ -265,7 +256,6 @@ class RowsLayer(LaneLayer):
         self._copied = [layer.changes for layer in self._layers]
 
     def get_seq_length(self, *more: object, **options: object) -> int:
-        """Tokens of the longest lane."""
         return max(layer.length for layer in self._layers)
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
@@ -284,14 +274,12 @@ class WindowLayer(LaneLayer):
         self._window, self._chunked = window, chunked
 
     def first_seen_by(self, place: int) -> int:
-        """The first key that the token at a place sees."""
         if self._chunked:
             return place // self._window * self._window
         return max(0, place - self._window + 1)
 
     @property
     def sight(self) -> tuple[int, bool]:
-        """Layers with equal values need the same mask."""
         return self._window, self._chunked
 
 

@@ -45,7 +45,6 @@ class MixerLayer(LinearAttentionLayer):
         return None if held is None else held[0]
 
     def take(self, inputs: torch.Tensor) -> None:
-        """Replace these inputs."""
         self.conv_states[0] = inputs[None]
         self.conv_kernel_size[0] = inputs.shape[-1]
         self.dtype, self.device = inputs.dtype, inputs.device
@@ -66,7 +65,6 @@ class MixerLayer(LinearAttentionLayer):
         }
 
     def restore(self, what: str, state: torch.Tensor) -> None:
-        """Restore the state of a gated delta rule."""
         self._open = None
         self._restored[what] = state.clone()
 
@@ -79,6 +77,5 @@ class JoinedMixer(LinearAttentionLayer):
         self._layers, self._edges = layers, edges
 
     def parts(self, count: int) -> list[tuple[MixerLayer, int, int]]:
-        """Each state, and the rows of its tokens."""
         pairs = zip(self._layers, self._edges, strict=True)
         return [(layer, start, stop) for layer, (start, stop) in pairs]

@@ -49,7 +49,6 @@ class Lanes:
         return lane
 
     def fresh(self) -> Lane:
-        """A new, empty lane."""
         return Lane(self._model, self._shape, self.variant)
 
     def give_back(self, lane: Lane) -> None:
@@ -64,7 +63,6 @@ class Lanes:
         self.nbytes -= lane.nbytes
 
     def clear(self) -> None:
-        """Drop all idle lanes."""
         self.forget(True)
 
     def forget(self, everything: bool) -> None:

@@ -23,7 +23,6 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 from keepsight.core.decoding.lane_layer import LaneLayer, WindowLayer
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.core.kernels import flash, passes
-from keepsight.core.kernels.grouped import grouped_queries
 from keepsight.core.kernels.layers import is_quiet
 from keepsight.kinds import Inputs
 from keepsight.models.renamed import with_cache
@@ -165,7 +164,6 @@ class RecordedPasses:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._pools)
 
     def _placed(self, segments: Sequence[Stretch], ends: Sequence[int]) -> list[_Place] | None:
@@ -268,7 +266,7 @@ class RecordedPasses:
         inputs |= {"use_cache": True, **with_cache(self._model, cache)}
         self._now, self._held = recording, {}
         try:
-            with grouped_queries(self._model.device, True), passes.side_by_side(self):
+            with passes.grouped_queries(self._model.device, True), passes.side_by_side(self):
                 logits: torch.Tensor = self._model(**inputs).logits[0]
         finally:
             self._now, self._held = None, {}

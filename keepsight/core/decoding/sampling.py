@@ -59,8 +59,9 @@ DEFAULT_GENERATE_TOKENS = 20  # default of Transformers' `generate`
 
 @dataclass
 class Sampler:
-    """How one sequence is decoded, with the checkpoint's generation_config applied."""
+    """Chooses the tokens of one sequence, with the checkpoint's generation_config applied."""
 
+    ids: torch.Tensor  # of the prompt and what was chosen
     config: GenerationConfig
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
@@ -73,11 +74,28 @@ class Sampler:
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     finish_reason: str = "length"
+    count: int = 0
+    over: bool = False
 
-    def pick(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Choose the next token as Transformers' `_sample`; return it and the ids with it."""
+    @property
+    def may_end_early(self) -> bool:
+        """Whether more than an end token or the length may end the answer."""
+        usual = {"EosTokenCriteria", "MaxLengthCriteria"}
+        return any(type(one).__name__ not in usual for one in self.criteria)
+
+    def forced(self) -> list[int]:
+        """The tokens that have to follow, whatever the logits are."""
+        left = self.max_new_tokens - self.count
+        return [] if self.constraint is None else self.constraint.forced(left - 1)
+
+    def fitting(self, guesses: list[int]) -> list[int]:
+        """The first of some guesses, as far as they may follow."""
+        return guesses if self.constraint is None else self.constraint.fitting(guesses)
+
+    def take(self, logits: torch.Tensor) -> int:
+        """The next token, chosen as Transformers' `_sample`; `over` says whether it is the last."""
         raw = logits.to(torch.float32, copy=True)
-        scores = self.processors(ids, raw)
+        scores = self.processors(self.ids, raw)
         if self.config.output_logits:
             self.logits.append(raw)
         if self.config.output_scores:
@@ -89,19 +107,28 @@ class Sampler:
             token = torch.multinomial(probabilities, 1, generator=self.generator)
         else:
             token = scores.argmax(-1, keepdim=True)
-        return int(token), torch.cat([ids, token], dim=-1)
+        return self._taken(token)
 
-    def done(self, ids: torch.Tensor, count: int) -> bool:
-        """Whether the sequence ends here."""
-        # A caller's criterion may answer with one bool, as stock accepts.
+    def accept(self, token: int) -> int:
+        """Take a token that is forced, without logits."""
+        return self._taken(self.ids.new_tensor([[token]]))
+
+    def _taken(self, token: torch.Tensor) -> int:
+        self.ids, self.count = torch.cat([self.ids, token], dim=-1), self.count + 1
+        if self.constraint is not None:
+            self.constraint.take(int(token))
+        self.over = self._ends() or self.count >= self.max_new_tokens
+        return int(token)
+
+    def _ends(self) -> bool:
         if self.constraint is not None and self.constraint.over:
             self.finish_reason = "stop"
             return True
-        kinds = [c for c in self.criteria if bool(torch.as_tensor(c(ids, None)).all())]
+        # A caller's criterion may answer with one bool, as stock accepts.
+        kinds = [c for c in self.criteria if bool(torch.as_tensor(c(self.ids, None)).all())]
         if any(type(c).__name__ != "MaxLengthCriteria" for c in kinds):
             self.finish_reason = "stop"
-            return True
-        return bool(kinds) or count >= self.max_new_tokens
+        return bool(kinds)
 
 
 def sampler(
@@ -163,7 +190,7 @@ def sampler(
         generator = torch.Generator(ids.device).manual_seed(seed_of(ours["seed"]))
     skip = ours.get("skip_special_tokens") is not False
     reads_all = bool(own or config.output_logits or config.output_scores)
-    how = (config, processors, criteria, generator, count, stop, skip)
+    how = (ids, config, processors, criteria, generator, count, stop, skip)
     return Sampler(*how, constraint, reads_all)
 
 
@@ -240,13 +267,6 @@ class Detokenizer:
         self._held = ""  # text that may be the start of a stop string
         self.stopped = False
 
-    @classmethod
-    def of(cls, sampler: Sampler | None, tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
-        """The detokenizer that a sampler's options require."""
-        if sampler is None:
-            return cls(tokenizer, [])
-        return cls(tokenizer, sampler.stop, sampler.skip_special_tokens)
-
     def push(self, token: int) -> str:
         """Return the text that is certain with this token."""
         self._tokens.append(token)
@@ -292,65 +312,6 @@ def _overlap(text: str, stop: str) -> int:
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)
     return len(text) - at if at >= 0 else 0
-
-
-class SequenceSampler:
-    """Chooses the tokens of one sequence from its logits."""
-
-    def __init__(self, sampler: Sampler, ids: torch.Tensor) -> None:
-        self.sampler, self._ids = sampler, ids
-        self._count = 0
-        self.over = False
-
-    @property
-    def max_new_tokens(self) -> int:
-        """The most tokens that it chooses."""
-        return self.sampler.max_new_tokens
-
-    @property
-    def finish_reason(self) -> str:
-        """Why it ended."""
-        return self.sampler.finish_reason
-
-    @property
-    def left(self) -> int:
-        """How many more tokens may be chosen."""
-        return self.max_new_tokens - self._count
-
-    @property
-    def may_end_early(self) -> bool:
-        """Whether more than an end token or the length may end the answer."""
-        usual = {"EosTokenCriteria", "MaxLengthCriteria"}
-        return any(type(one).__name__ not in usual for one in self.sampler.criteria)
-
-    def forced(self) -> list[int]:
-        """The tokens that have to follow, whatever the logits are."""
-        constraint = self.sampler.constraint
-        return [] if constraint is None else constraint.forced(self.left - 1)
-
-    def fitting(self, guesses: list[int]) -> list[int]:
-        """The first of some guesses, as far as they may follow."""
-        constraint = self.sampler.constraint
-        return guesses if constraint is None else constraint.fitting(guesses)
-
-    def take(self, logits: torch.Tensor) -> int:
-        """Return the next token; `over` says whether it is the last."""
-        token, self._ids = self.sampler.pick(self._ids, logits)
-        return self._taken(token)
-
-    def accept(self, token: int) -> int:
-        """Take a token that is forced, without logits."""
-        more = torch.tensor([[token]], dtype=self._ids.dtype, device=self._ids.device)
-        self._ids = torch.cat([self._ids, more], dim=-1)
-        return self._taken(token)
-
-    def _taken(self, token: int) -> int:
-        self._count += 1
-        if self.sampler.constraint is not None:
-            self.sampler.constraint.take(token)
-        self.over = self.sampler.done(self._ids, self._count)
-        self.over = self.over or self._count >= self.max_new_tokens
-        return token
 
 
 def samples_of(model: PreTrainedModel, options: Options) -> int:

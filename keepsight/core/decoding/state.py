@@ -31,6 +31,7 @@ from keepsight.models.upstream import (
     LinearAttentionLayer,
 )
 from keepsight.prefix.node import Node
+from keepsight.system.devices import to_devices
 
 Tensors = dict[str, torch.Tensor]
 
@@ -132,7 +133,6 @@ class Lane:
                 self.cache.layers[i] = MixerLayer()
         self.length = self._start = 0
         self.node: Node | None = None  # the deepest one whose path is completely here
-        self.busy = False
         self.placed: PromptPositions | None = None  # the last prompt it held, with its positions
         self.behind: Callable[[Lane], None] | None = None  # brings what was computed elsewhere
         self.copied = 0  # first tokens of which a copy elsewhere is as here
@@ -145,7 +145,6 @@ class Lane:
 
     @property
     def cross(self) -> list[CrossLayer]:
-        """The layers that hold media for cross attention."""
         return [layer for layer in self.cache.layers if isinstance(layer, CrossLayer)]
 
     def settle(self) -> None:
@@ -184,23 +183,17 @@ class Lane:
             if self.shape.kinds[i] in _GROWING or isinstance(layer, LaneLayer):
                 continue
             if not isinstance(layer, MixerLayer) or end - self._start not in layer.found:
-                raise ValueError(f"no snapshot was planned at {end}")
+                raise ValueError(f"no snapshot was planned at {end}, the lane has {self.length}")
             found = layer.held(end - self._start)
             states |= {f"{i}.{what}.0": state for what, state in found.items()}
         return states
 
     def watch(self, ends: Sequence[int]) -> None:
-        """Capture fixed-size states after these tokens of the next pass too."""
+        """Capture fixed-size states after these tokens of the next pass too, or after none."""
         self._start = self.length
         for layer in self.cache.layers:
             if isinstance(layer, MixerLayer):
                 layer.ends = [end - self.length for end in ends]
-
-    def unwatch(self) -> None:
-        """Stop watching passes."""
-        for layer in self.cache.layers:
-            if isinstance(layer, MixerLayer):
-                layer.ends = ()
 
     def capture_full(self, start: int, end: int) -> Tensors:
         """Keys and values of the full layers in a range: one stacked tensor if all rows have one
@@ -291,6 +284,49 @@ class Lane:
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
                 states[f"{i}.keys.0"], states[f"{i}.values.0"] = layer.keys, layer.values
         return states
+
+
+class Placement:
+    """The device on which each layer keeps its state, and how remembered tensors get there. A
+    snapshot from elsewhere with all rows in one tensor is split when it arrives."""
+
+    def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
+        self._main: torch.device = model.device
+        layers = getattr(model.get_decoder(), "layers", None) or ()
+        found: list[torch.device] = [
+            next((w.device for w in layer.parameters()), self._main) for layer in layers
+        ]
+        self._of_layer = found or [self._main] * len(shape.kinds)
+        both = list(zip(self._of_layer, shape.kinds, strict=True))
+        self._all_rows = [d for d, kind in both if kind == "full" or "sliding" in kind]
+        self._cross = [device for device, kind in both if kind == "cross"]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every layer is on the same device in both."""
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return (self._main, self._of_layer) == (other._main, other._of_layer)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {self._main, *self._of_layer}
+
+    def rows(self, rows: Tensors) -> Tensors:
+        """Keys, values and last logits, each on its layer's device."""
+        apart = layered(rows) if len({*self._all_rows}) > 1 else rows
+        return to_devices(apart, self._of_rows)
+
+    def fixed(self, states: Tensors) -> Tensors:
+        """States of fixed size, each on its layer's device."""
+        return to_devices(states, lambda name: self._of_layer[int(name.split(".")[0])])
+
+    def _of_rows(self, name: str) -> torch.device:
+        match name.split("."):
+            case ["cross", index, _]:
+                return self._cross[int(index)]
+            case [index, _]:
+                return self._all_rows[int(index)]
+        return self._all_rows[0] if name == "kv" and self._all_rows else self._main
 
 
 def _window(model: PreTrainedModel, index: int, layer: CacheLayer) -> WindowLayer:

@@ -1,9 +1,8 @@
 """Ends a sequence when its text reaches a stop string.
 
 Transformers' own criterion matches the whole vocabulary with each string before the first token:
-that takes seconds and hundreds of megabytes for a large one. Here the last few tokens are decoded
-to text at each step, and more of them only if a string may end there. Both end a sequence at the
-same token.
+that takes seconds and hundreds of megabytes for a large one. Here the last tokens are decoded to
+text at each step. Both end a sequence at the same token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from keepsight.errors import InputError
 from keepsight.system.words import check_text
 
 MOST, LONGEST = 128, 4096  # strings, and characters of each
-_FEW = 16  # tokens decoded at first
 _BEFORE = "abcdef"  # text before the tokens, because some decoders strip the first space
 
 
@@ -48,37 +46,17 @@ class StopStrings(StoppingCriteria):
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **more: object
     ) -> torch.Tensor:
-        """Whether each sequence ends here."""
         tails = input_ids[:, -self._window :].tolist()
         ends = [self._ends(tail) for tail in tails]
         return torch.tensor(ends, dtype=torch.bool, device=input_ids.device)
 
     def _ends(self, ids: list[int]) -> bool:
-        if len(ids) > _FEW:
-            few = self._tokenizer.convert_ids_to_tokens(ids[-_FEW:])
-            if None not in few and not self._may_end(few):
-                return False
         tokens = self._tokenizer.convert_ids_to_tokens(ids)
         while None in tokens:  # an id that no token has
             tokens = tokens[tokens.index(None) + 1 :]
-        text, start = self._text_and_start(tokens)
+        text = self._text(tokens)
+        start = len(self._text(tokens[:-1]).rstrip("\ufffd"))  # of a character begun there
         return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stops)
-
-    def _may_end(self, tokens: list[str]) -> bool:
-        """Whether these few tokens may contain the end of a string. This makes long strings cheap
-        at steps where they cannot end."""
-        text, start = self._text_and_start(tokens)
-        cut = len(text) - len(text.lstrip("\ufffd"))  # part of a character that began earlier
-        text, start = text[cut:], start - cut
-        if start <= 0:
-            return True
-        ends = [text[:end] for end in range(start + 1, len(text) + 1)]
-        return any(end.endswith(stop) or stop.endswith(end) for end in ends for stop in self._stops)
-
-    def _text_and_start(self, tokens: list[str]) -> tuple[str, int]:
-        """The text of tokens, and where the text of the last one begins in it."""
-        before = self._text(tokens[:-1])
-        return self._text(tokens), len(before.rstrip("\ufffd"))  # of a character begun there
 
     def _text(self, tokens: list[str]) -> str:
         text: str = self._tokenizer.convert_tokens_to_string([*self._before, *tokens])

@@ -3,5 +3,5 @@ below.
 
 `passes` puts them in place of torch's own functions, in this thread and only while one of our
 passes runs. A user's own calls of a model never change. `linear` and `attention` are the kernels.
-`keepsight.core.trials.any_cut` finds out what holds on this machine.
+`keepsight.core.any_cut` finds out what holds on this machine.
 """

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import flash
+
+if TYPE_CHECKING:
+    from keepsight.core.decoding.lane_layer import LaneLayer
 
 _plain = _in_scripts = functional.scaled_dot_product_attention
 BLOCK = 512  # keys the kernel reads at a time
@@ -67,7 +70,6 @@ class RowPadding:
         return f"Filling(step={self.step}, apart={self.apart})"  # in namespaces, also on disk
 
     def fill(self, rows: int) -> int:
-        """The smallest allowed number of rows that holds `rows`."""
         return -(-rows // self.step) * self.step
 
 
@@ -82,32 +84,6 @@ ROW_PADDINGS = (
     *map(RowPadding, (4, 8, 16, 32, 64)),
     *(RowPadding(step, True) for step in (16, 8, 32, 4)),
 )
-
-
-class LaneBuffers(Protocol):
-    """A layer of a lane: buffers of whole blocks, with `length` rows filled."""
-
-    length: int
-    key_buffer: torch.Tensor | None
-    value_buffer: torch.Tensor | None
-
-    def first_seen_by(self, place: int) -> int | None:
-        """The first key that the token at a place sees, or None if it sees all."""
-
-    @property
-    def sight(self) -> tuple[int, bool]:
-        """Layers with equal values need the same mask."""
-
-
-@dataclass(frozen=True, eq=False)
-class _BufferedKeys:
-    """Keys and values that a layer returned. They identify the buffers that a call of attention
-    reads, also if a later layer shares them (Gemma 4)."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    layers: Sequence[LaneBuffers]
-    edges: Edges | None  # the rows of each sequence, laid end to end; None for one alone
 
 
 Edges = Sequence[tuple[int, int]]
@@ -153,30 +129,6 @@ def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
     return functional.pad(rows, (0, missing)) if missing else rows
 
 
-class AttentionFunction(Protocol):
-    """Computes attention in our passes."""
-
-    def note(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layers: Sequence[LaneBuffers],
-        edges: Edges | None = None,
-    ) -> None:
-        """Note the buffers of the keys and values that the next attention call reads."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
-        scale: float | None,
-    ) -> torch.Tensor:
-        """`scaled_dot_product_attention` over sequences that each have their own buffers."""
-
-
 class QueryRows:
     """How to pad rows of queries, per kind of attention; tried when a kind is first met. `windows`:
     whether layers see the last keys only."""
@@ -194,31 +146,47 @@ class QueryRows:
         return self.fillings[heads]
 
 
-class _OverLanes:
-    """What the layers of one pass wrote to their lanes."""
+class OverLanes:
+    """What the layers of one pass wrote to their lanes, by the keys that they returned. A later
+    layer may share them (Gemma 4)."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _BufferedKeys] = {}
+        self._held: dict[torch.Tensor, tuple[torch.Tensor, Sequence[Any], Edges | None]] = {}
 
     def note(
         self,
         keys: torch.Tensor,
         values: torch.Tensor,
-        layers: Sequence[LaneBuffers],
+        layers: Sequence[LaneLayer],
         edges: Edges | None = None,
     ) -> None:
-        """Note the buffers of the keys and values that the next attention call reads."""
-        self._held[id(keys)] = _BufferedKeys(keys, values, layers, edges)
+        """Note the layers whose buffers the next call over these keys and values reads; `edges`:
+        the rows of each sequence, laid end to end; None for one alone."""
+        self._held[keys] = values, layers, edges
+
+    def _noted(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[Sequence[Any], Edges | None] | None:
+        held = self._held.get(key)
+        return held[1:] if held is not None and held[0] is value else None
+
+    def _apart(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """Sequences that lie end to end: the layer of each, and its rows."""
+        layers, edges = self._noted(key, value) or ((), None)
+        pairs = () if edges is None else zip(layers, edges, strict=True)
+        return [(layer, query[:, :, start:stop]) for layer, (start, stop) in pairs]
 
 
-class Attention(_OverLanes):
+class Attention(OverLanes):
     """The attention of one pass; layers with the same view share their masks."""
 
     def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
         super().__init__()
         self._query_rows, self._doubts = query_rows, doubts
-        self._seen: dict[tuple[tuple[int, bool], int, int], torch.Tensor | None] = {}
-        self._pieces: dict[tuple[object, ...], tuple[torch.Tensor | None, list[_Piece]]] = {}
+        self._seen: dict[tuple[object, ...], torch.Tensor] = {}
+        self._pieces: dict[tuple[object, ...], list[_Piece]] = {}
         self._room = _KEPT
 
     def __call__(
@@ -241,53 +209,36 @@ class Attention(_OverLanes):
                 f"attention of {heads[0]} heads of {heads[2]} depends on the number of rows"
             )
             filling = USUAL
-        held = self._held.get(id(key))
-        if held is not None and held.values is value and held.edges is not None:
-            rows = [
-                self._on_its_lane(query[:, :, start:stop], layer, scale, filling)
-                for layer, (start, stop) in zip(held.layers, held.edges, strict=True)
-            ]
+        if lanes := self._apart(query, key, value):
+            rows = [self._on_its_lane(own, layer, scale, filling) for layer, own in lanes]
             return rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
-        count = query.shape[-2]
+        sees_all = mask is None and not causal and query.shape[-2] > 1
         rows = []
-        for row, (keys, values, length) in enumerate(self._rooms(key, value, held)):
+        for row, rooms in enumerate(self._rooms(key, value)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
-            sees_all = own is None and not causal and count > 1
-            one = query[row : row + 1]
-            rows.append(self._row(one, keys, values, length, own, sees_all, scale, filling))
+            rows.append(self._row(query[row : row + 1], *rooms, own, sees_all, scale, filling))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _on_its_lane(
-        self, query: torch.Tensor, layer: LaneBuffers, scale: float | None, filling: RowPadding
+        self, query: torch.Tensor, layer: Any, scale: float | None, filling: RowPadding
     ) -> torch.Tensor:
         """The last tokens of one lane over all that they see of it."""
-        if layer.key_buffer is None or layer.value_buffer is None:
-            raise ValueError("attention over a lane that holds nothing yet")
-        seen = self._seen_in(layer, layer.length, query.shape[-2])
-        rooms = layer.key_buffer, layer.value_buffer, layer.length
+        seen, (count, length) = None, (query.shape[-2], layer.length)
+        if layer.sight[0]:
+            name = (layer.sight, length, count)
+            if name not in self._seen:
+                self._seen[name] = seen_by_the_last(layer, length, count)
+            seen = self._seen[name]
+        rooms = layer.key_buffer, layer.value_buffer, length
         return self._row(query, *rooms, seen, False, scale, filling)
 
-    def _seen_in(self, lane: LaneBuffers, length: int, count: int) -> torch.Tensor | None:
-        """What the last tokens of a lane see, where it is not all before them."""
-        name = (lane.sight, length, count)
-        if name not in self._seen:
-            places, own = torch.arange(length), range(length - count, length)
-            firsts = [lane.first_seen_by(place) for place in own]
-            seen = None
-            if None not in firsts:
-                first, last = torch.tensor(firsts)[:, None], torch.tensor(own)[:, None]
-                seen = ((places >= first) & (places <= last))[None, None]
-            self._seen[name] = seen
-        return self._seen[name]
-
     def _rooms(
-        self, key: torch.Tensor, value: torch.Tensor, held: _BufferedKeys | None
+        self, key: torch.Tensor, value: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """For each sequence: keys and values in whole blocks, and their number."""
-        if held is not None and held.values is value:
-            layer = held.layers[0]
-            if layer.key_buffer is not None and layer.value_buffer is not None:
-                return [(layer.key_buffer, layer.value_buffer, layer.length)]
+        if noted := self._noted(key, value):
+            layer = noted[0][0]
+            return [(layer.key_buffer, layer.value_buffer, layer.length)]
         length = key.shape[-2]
         more = (0, 0, 0, -length % BLOCK)
         key, value = functional.pad(key, more), functional.pad(value, more)
@@ -305,25 +256,20 @@ class Attention(_OverLanes):
         filling: RowPadding,
     ) -> torch.Tensor:
         _, heads, count, width = query.shape
-        view = mask, sees_all, count, length
-        found = []
-        for piece in self._pieces_of(view, heads // keys.shape[1], query.dtype, filling.step):
+        group, found = heads // keys.shape[1], []
+        # Masks are told apart by which object they are.
+        name = (mask, sees_all, count, length, group, query.dtype, filling.step)
+        if name not in self._pieces:
+            self._pieces[name] = _cut(*name)
+        for piece in self._pieces[name]:
             rows = query[:, :, piece.rows].reshape(1, keys.shape[1], -1, width)
             wanted = rows.shape[2]
             if missing := filling.fill(wanted) - wanted:
                 rows = functional.pad(rows, (0, 0, 0, missing))
             seen_keys, seen_values = (x[:, :, piece.keys] for x in (keys, values))
             rows = plain(rows, seen_keys, seen_values, self._mask_of(piece), scale, filling)
-            found.append(rows[:, :, :wanted].reshape(1, heads, wanted * keys.shape[1] // heads, -1))
+            found.append(rows[:, :, :wanted].reshape(1, heads, wanted // group, -1))
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
-
-    def _pieces_of(self, view: _View, group: int, dtype: torch.dtype, step: int) -> list[_Piece]:
-        given = view[0]
-        name = (id(given), *view[1:], group, dtype, step)
-        known = self._pieces.get(name)
-        if known is None or known[0] is not given:
-            known = self._pieces[name] = given, _cut(view, group, dtype, step)
-        return known[1]
 
     def _mask_of(self, piece: _Piece) -> torch.Tensor:
         if piece.mask is not None:
@@ -335,7 +281,7 @@ class Attention(_OverLanes):
         return mask
 
 
-class LaneAttention(_OverLanes):
+class LaneAttention(OverLanes):
     """Torch's attention for sequences laid end to end, each over its own lane: to rounding."""
 
     def __call__(
@@ -348,24 +294,17 @@ class LaneAttention(_OverLanes):
         scale: float | None,
     ) -> torch.Tensor:
         """`scaled_dot_product_attention` over sequences that each have their own buffers."""
-        held = self._held.get(id(key))
-        if held is None or held.edges is None:
+        lanes = self._apart(query, key, value)
+        if not lanes:
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
-        rows = [
-            self._on_its_lane(query[:, :, start:stop], layer, scale)
-            for layer, (start, stop) in zip(held.layers, held.edges, strict=True)
-        ]
+        rows = [self._on_its_lane(own, layer, scale) for layer, own in lanes]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
 
-    def _on_its_lane(
-        self, query: torch.Tensor, layer: LaneBuffers, scale: float | None
-    ) -> torch.Tensor:
+    def _on_its_lane(self, query: torch.Tensor, layer: Any, scale: float | None) -> torch.Tensor:
         """The last tokens of one lane over what they see of it."""
-        if layer.key_buffer is None or layer.value_buffer is None:
-            raise ValueError("attention over a lane that holds nothing yet")
         count, length = query.shape[2], layer.length
         window, chunked = layer.sight
-        first = layer.first_seen_by(length - count) or 0
+        first = layer.first_seen_by(length - count)
         keys, values = (x[:, :, first:length] for x in (layer.key_buffer, layer.value_buffer))
         if flash.fits(query, values) and not (chunked and count > 1):
             near = window if window and count > 1 else None
@@ -387,7 +326,7 @@ def read_at_once(
     filling, (queries, keys, _, dtype) = query_rows.of(heads), heads
     if filling is None:
         return None
-    pieces = _cut((None, False, count, length), queries // keys, dtype, filling.step)
+    pieces = _cut(None, False, count, length, queries // keys, dtype, filling.step)
     if len(pieces) > 1:
         return None
     mask = pieces[0].make()
@@ -403,20 +342,24 @@ def attend_plainly(
     return _in_scripts(query, key, value, mask, 0.0, False, scale=scale)
 
 
-def seen_by_the_last(layer: LaneBuffers, length: int, count: int) -> torch.Tensor:
+def seen_by_the_last(layer: LaneLayer, length: int, count: int) -> torch.Tensor:
     """Which keys of a lane its last tokens see."""
     places, own = torch.arange(length), torch.arange(length - count, length)[:, None]
-    firsts = torch.tensor([layer.first_seen_by(int(place)) or 0 for place in own])[:, None]
+    firsts = torch.tensor([layer.first_seen_by(int(place)) for place in own])[:, None]
     return ((places >= firsts) & (places <= own))[None, None]
 
 
-# The mask given, whether all keys are seen without one, and the numbers of rows and of keys.
-_View = tuple[torch.Tensor | None, bool, int, int]
-
-
-def _cut(view: _View, group: int, dtype: torch.dtype, step: int) -> list[_Piece]:
-    """Cut rows of queries into pieces that read the same keys."""
-    given, sees_all, count, length = view
+def _cut(
+    given: torch.Tensor | None,
+    sees_all: bool,
+    count: int,
+    length: int,
+    group: int,
+    dtype: torch.dtype,
+    step: int,
+) -> list[_Piece]:
+    """Cut rows of queries into pieces that read the same keys. `given`: a mask; `sees_all`: whether
+    all keys are seen without one; `count` and `length`: the numbers of rows and of keys."""
     firsts = [0] * count
     behind = [length] * count if sees_all else list(range(length - count + 1, length + 1))
     if given is not None:
@@ -490,47 +433,26 @@ def _padding_for(heads: Heads, windows: bool) -> RowPadding | None:
 
     # Products cancel except for rounding.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
+
+    def attended(start: int, stop: int, window: int | None, rows: QueryRows) -> torch.Tensor:
+        """Some rows of queries over the keys they see: all up to their last, or a window."""
+        own, mask = (query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]), None
+        if window is not None:
+            back = torch.arange(start, stop)[:, None] - torch.arange(stop)[None]
+            mask = ((back >= 0) & (back < window))[None, None]
+        return Attention(rows, [])(*own, mask, mask is None, _AMPLIFIED)
+
+    def are_equal(window: int | None, rows: QueryRows) -> bool:
+        for (first, last), pieces in _TRIED.items():
+            wanted = attended(first, last, window, rows)
+            for start, stop in pieces:
+                some = wanted[:, :, start - first : stop - first]
+                if not torch.equal(attended(start, stop, window, rows), some):
+                    return False
+        return True
+
     for filling in ROW_PADDINGS:
         rows = QueryRows(windows, {heads: filling})
-        if all(
-            _pieces_are_equal(query, key, value, seen, rows)
-            for seen in (None, *(_WINDOWS if windows else ()))
-        ):
+        if all(are_equal(window, rows) for window in (None, *(_WINDOWS if windows else ()))):
             return filling
     return None
-
-
-def _pieces_are_equal(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    rows: QueryRows,
-) -> bool:
-    def attended(start: int, stop: int) -> torch.Tensor:
-        return _attend_some(query, key, value, start, stop, window, rows)
-
-    for (first, last), pieces in _TRIED.items():
-        wanted = attended(first, last)
-        for start, stop in pieces:
-            if not torch.equal(attended(start, stop), wanted[:, :, start - first : stop - first]):
-                return False
-    return True
-
-
-def _attend_some(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    start: int,
-    stop: int,
-    window: int | None,
-    rows: QueryRows,
-) -> torch.Tensor:
-    """Some rows of queries over the keys they see: all up to their last, or a window."""
-    own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
-    mask = None
-    if window is not None:
-        back = torch.arange(start, stop)[:, None] - torch.arange(stop)[None]
-        mask = ((back >= 0) & (back < window))[None, None]
-    return Attention(rows, [])(*own, mask, mask is None, _AMPLIFIED)

@@ -75,7 +75,6 @@ class OpenSequence:
         return self._room[: self.count]
 
     def grid_state(self) -> GridState:
-        """A copy of the current state."""
         return GridState(self.state.clone(), self.rows.clone())
 
     @property

@@ -52,13 +52,11 @@ class Rows:
     fine: bool = True
 
     def fill(self, rows: int) -> int:
-        """The smallest usable number of rows for one call."""
         found: int = _padded(self.least, self.step, self.fine, rows)
         return found
 
     @property
     def counts(self) -> list[int]:
-        """All usable numbers of rows."""
         known = FINE if self.fine else COARSE
         return [c for c in known if self.least <= c <= self.most and c % self.step == 0]
 
@@ -250,11 +248,6 @@ class Packed:
         pairs = zip(self.weights, self.layers, strict=True)
         return any(weight is one and bias is layer.bias for one, layer in pairs)
 
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        """That of the weights."""
-        return self.weights[0].dtype
-
     @property
     def has_guests(self) -> bool:
         """Whether foreign code runs with one of the layers: a hook or a replaced method."""
@@ -265,7 +258,6 @@ class Packed:
 
     @functools.cached_property
     def out(self) -> int:
-        """The number of outputs of all layers."""
         return sum(len(weight) for weight in self.weights)
 
     @property
@@ -276,7 +268,6 @@ class Packed:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
         return sum(weight.nbytes for weight in self.weights)
 
     @property
@@ -288,17 +279,13 @@ class Packed:
         return torch.cat(found)
 
     def split(self, given: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Split a result by layer, keyed by the weight."""
         parts = given.split([len(weight) for weight in self.weights], dim=-1)
         pairs = zip(self.weights, parts, strict=True)
         return {id(weight): part.contiguous() for weight, part in pairs}
 
     def run(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Run the linear layers."""
-        found: torch.Tensor
         product = mkl_product if self.kernel == MKL else onednn_product
-        found = product(rows, self.tensor, self.sized, bias)
-        return found
+        return product(rows, self.tensor, self.sized, bias)
 
     @functools.cached_property
     def sized(self) -> torch.Tensor:
@@ -313,7 +300,6 @@ def plain_product(
     sized: torch.Tensor,
     bias: Optional[torch.Tensor],  # noqa: UP045
 ) -> torch.Tensor:
-    """A linear layer."""
     return _plain(rows, weight, bias)
 
 
@@ -344,7 +330,6 @@ onednn_product = _by_onednn if hasattr(torch.ops.mkldnn, "_linear_pointwise") el
 
 
 def hooks_on_all() -> bool:
-    """Whether hooks run on every module."""
     return any(vars(torch.nn.modules.module).get(name) for name in _HOOKS_ON_ALL)
 
 

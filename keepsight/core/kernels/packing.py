@@ -38,7 +38,6 @@ class Packing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         return sum({id(one): one.nbytes for one in list(self.packed.values())}.values())
 
     def forget(self, weights: Iterable[torch.Tensor]) -> None:

@@ -3,7 +3,11 @@
 A model calls `torch.nn.functional.linear`, `scaled_dot_product_attention`, `silu` and `sigmoid` by
 name, `sigmoid` also as a method, and `grouped_mm` for experts. These names are replaced once per
 process. The replacement checks whether the thread is in one of our passes; otherwise it calls
-torch's function with the same arguments.
+torch's function with the same arguments. For scripts it is torch's own.
+
+With a mask, Transformers copies all keys and values once per query of a group, in every layer and
+pass: most of the cost of a short chunk on a long prefix. One function of theirs decides this, and
+only listens to a variable of the process; it is wrapped too, and answers per thread.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -21,6 +26,7 @@ from keepsight.core.kernels import attention
 from keepsight.core.kernels.delta import DeltaHeads
 from keepsight.core.kernels.elementwise import in_whole_vectors
 from keepsight.core.kernels.linear import Linears
+from keepsight.models import upstream
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
@@ -28,10 +34,6 @@ if hasattr(functional, "grouped_mm"):  # not in torch 2.9
     _stock_grouped: Callable[..., torch.Tensor] = functional.grouped_mm
 _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid
-
-
-def _no_preparation() -> None:
-    """Nothing has to be made ready."""
 
 
 @dataclass(eq=False)
@@ -44,7 +46,7 @@ class Kernels:
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     whole_steps: bool = False  # a few tokens run without modules: shown to give equal bits
     in_graphs: bool = False  # of another runtime: torch functions stay
-    ready: Callable[[], None] = _no_preparation  # called before each pass
+    ready: Callable[[], object] = bool  # called before each pass
 
 
 @contextmanager
@@ -60,11 +62,31 @@ def running(kernels: Kernels | None) -> Iterator[None]:
 
 
 @contextmanager
-def side_by_side(function: attention.AttentionFunction | None = None) -> Iterator[None]:
+def side_by_side(function: Any = None) -> Iterator[None]:
     """Let sequences laid end to end attend to their own lanes, with torch's kernels, or as a
     function says."""
     with _pass(_Pass(function or attention.LaneAttention(), None)):
         yield
+
+
+@contextmanager
+def grouped_queries(device: torch.device, on_lanes: bool = False) -> Iterator[None]:
+    """Let attention in this thread read grouped keys and values in place: on a CPU, and where our
+    own attention reads them on their lanes. Else an accelerator needs the copy: its fast kernels
+    take no groups with masks."""
+    if device.type != "cpu" and not on_lanes:
+        yield
+        return
+    begin()
+    before, _here.grouped = _in_place(), True
+    try:
+        yield
+    finally:
+        _here.grouped = before
+
+
+def _in_place() -> bool:
+    return bool(vars(_here).get("grouped"))
 
 
 @contextmanager
@@ -80,7 +102,7 @@ def _pass(call: _Pass) -> Iterator[None]:
 class _Pass:
     """One pass: what its attention layers share, and its kernels; None for torch's own."""
 
-    attention: attention.AttentionFunction
+    attention: Any  # an `OverLanes`, or as one
     kernels: Kernels | None
     inside: bool = False  # one of our kernels is running
 
@@ -131,7 +153,7 @@ def note_mixer(heads: DeltaHeads | None) -> None:
         kernels.mixers.append(heads)
 
 
-def attention_here() -> attention.AttentionFunction | None:
+def attention_here() -> Any:
     """The attention of the running pass, in which a layer notes its buffers; None outside."""
     call = _call()
     return None if call is None else call.attention
@@ -139,15 +161,6 @@ def attention_here() -> attention.AttentionFunction | None:
 
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return _stock_linear(input, weight, bias)
-    else:  # noqa: RET505 (a script is compiled up to here and no further)
-        return _ours_or_stock_linear(input, weight, bias)
-
-
-def _ours_or_stock_linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     kernels = _with_kernels()
     if kernels is None:
@@ -161,33 +174,24 @@ def _ours_or_stock_linear(
 
 
 def _sigmoid(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return _stock_sigmoid(input)
-    else:  # noqa: RET505
-        return _ours_or_stock_sigmoid(input, out)
+    if out is not None or not is_running():
+        return _stock_sigmoid(input, out=out)
+    return _elementwise(_stock_sigmoid, input)
 
 
 def _sigmoid_by_name(input: torch.Tensor) -> torch.Tensor:
     return _sigmoid(input)  # torch needs a separate function at each place
 
 
-def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    if out is not None or not is_running():
-        return _stock_sigmoid(input, out=out)
-    return _elementwise(_stock_sigmoid, input)
-
-
 def _sigmoid_of(self: torch.Tensor) -> torch.Tensor:
     """The method that routers call: `logits.sigmoid()`."""
-    if not is_running():
-        return _stock_sigmoid_of(self)
-    return _elementwise(_stock_sigmoid_of, self)
+    return _elementwise(_stock_sigmoid_of, self) if is_running() else _stock_sigmoid_of(self)
 
 
 def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return _stock_silu(input, inplace)
-    else:  # noqa: RET505
+    else:  # noqa: RET505 (a script is compiled up to here and no further)
         return _ours_or_stock_silu(input, inplace)
 
 
@@ -230,33 +234,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+    call = None if torch.compiler.is_compiling() or dropout_p else _call()
+    if call is None:
         return _stock_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    else:  # noqa: RET505
-        return _ours_or_stock_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-
-
-def _ours_or_stock_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-) -> torch.Tensor:
-    call = None if torch.compiler.is_compiling() or dropout else _call()
-    if call is None:
-        return _stock_attention(
-            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
-        )
     with inside():
-        return call.attention(query, key, value, mask, causal, scale)
+        found: torch.Tensor = call.attention(query, key, value, attn_mask, is_causal, scale)
+        return found
 
 
 @functools.cache
@@ -269,3 +254,10 @@ def begin() -> None:
     torch.Tensor.sigmoid = _sigmoid_of  # type: ignore[assignment, method-assign]
     functional.silu = _silu
     functional.scaled_dot_product_attention = _attention
+    upstream.for_scripts(
+        linear=_linear,
+        sigmoid=_sigmoid,
+        scaled_dot_product_attention=_attention,
+    )
+    # A tracer cannot see thread state, so compiled code keeps the behaviour of Transformers.
+    upstream.ask_first(lambda: not torch.compiler.is_compiling() and _in_place())

@@ -43,11 +43,9 @@ class Grammar:
     matcher: Any  # in its first state; never advanced
 
     def begin(self) -> Constraint:
-        """What follows one answer."""
         return Constraint(self.matcher.deep_copy(), self.format.place)
 
     def read(self, text: str, finish_reason: str) -> Any:
-        """An answer as a value."""
         if finish_reason != "stop":
             raise UnfinishedAnswer(
                 f"the answer ended before its form was complete ({finish_reason}); allow more "
@@ -179,13 +177,11 @@ class Constraint(LogitsProcessor):
         return masked
 
     def take(self, token: int) -> None:
-        """Note the token that was chosen."""
         if not self._matcher.consume_token(token):
             refuse_errors(self._matcher, self._place)
 
     @property
     def over(self) -> bool:
-        """Whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
     def fitting(self, tokens: list[int]) -> list[int]:

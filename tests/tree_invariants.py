@@ -1,18 +1,16 @@
 """Checks the invariants of the tree by walking through all of it, independent of its counters.
 
-Tests call it after every operation; it is too slow for anything else.
+Tests call it after every operation, as `tree.check()` and `runtime.check()`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from keepsight.core.runtime import Runtime
 from keepsight.formats.package import storage_bytes
 from keepsight.prefix.node import DEVICE, HOST, NOWHERE, Node
-
-if TYPE_CHECKING:
-    from keepsight.prefix.residency import Residency, Tier
+from keepsight.prefix.residency import Residency, Tier
 
 _DEPTH = {DEVICE: 0, HOST: 1, NOWHERE: 2}
 
@@ -41,6 +39,15 @@ def audit(residency: Residency) -> None:
     _within_budgets(residency, nodes)
     lost = [n for n in reachable if n.is_record and n not in residency.records]
     _require(not lost, "a leaf without tensors would stay for ever")
+
+
+def _audit_all(runtime: Runtime) -> None:
+    audit(runtime.tree)
+    runtime.caches.check()
+
+
+Residency.check = audit  # type: ignore[attr-defined]
+Runtime.check = _audit_all  # type: ignore[attr-defined]
 
 
 def _require(holds: bool, otherwise: str) -> None:

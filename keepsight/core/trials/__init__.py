@@ -1,1 +1,0 @@
-"""Tries on the model at hand whether any cut is exact, and keeps what was found."""
