@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile import encoded
 from models import build, picture, turn
 from PIL import Image
 
 import keepsight as ks
 from keepsight.errors import ImageError
+from keepsight.media.sources import Download
 from keepsight.prompt.messages import kept_notes
 
 FORMS: dict[str, Callable[[Path], Any]] = {
@@ -74,6 +76,21 @@ def test_a_prefix_keeps_what_it_was_given_and_says_so(demo: Any, tmp_path: Path)
 def save(image: Image.Image, path: Path) -> Path:
     image.save(path)
     return path
+
+
+def test_a_session_reads_a_picture_without_the_models_lock(
+    demo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow address holds up nobody else's answer."""
+    held: list[bool] = []
+
+    def slow(url: str, known: Any = None) -> Download:
+        held.append(demo.runtime.lock.held)
+        return Download(encoded(picture(1)), {})
+
+    monkeypatch.setattr("keepsight.media.caches.download", slow)
+    reply = demo.session().ask("What is it?", "http://slow.example/a.png", max_new_tokens=1)
+    assert reply.usage.images == 1 and held == [False]
 
 
 def test_what_sessions_keep_is_counted_under_a_budget(demo: Any, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ class Shell:
         start = time.perf_counter()
         first, said = None, ""
         words = WrittenWords(self.console)
-        asked = [*session.messages, *session.named(user_turn((question, images or None), {}))]
+        asked = [*session.messages, *session.named([user_turn((question, images or None), {})])]
         pieces = session.answer(asked, dict(self.options))
         try:
             with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory
@@ -237,9 +237,9 @@ class Shell:
 
     def _take(self, name: str, then: str) -> None:
         for label, image in open_pictures(name):
-            with self.vlm.runtime.lock:
-                self.vlm.runtime.refresh()
-                medium = self.vlm.runtime.vision.name(image, keep=True)
+            part = {"type": "image", "image": image}
+            [named] = self.session.named([{"role": "user", "content": [part]}])
+            medium = named["content"][0]["image"]
             self.waiting.append((label, medium))
             self._thumbnail(image)
             self._say(f"{label}: {medium.tokens} tokens, {then}")

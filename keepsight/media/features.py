@@ -87,8 +87,8 @@ class Vision:
 
     # -- naming ----------------------------------------------------------------------------------
 
-    def name(self, image: object, modality: str = "image", keep: bool = False) -> Medium:
-        """The medium of any form of image, video or sound; a session keeps what it was given."""
+    def name(self, image: object, modality: str = "image") -> Medium:
+        """The medium of any form of image, video or sound."""
         self._counts["named"] += 1
         image = opened(image)
         if isinstance(image, Medium | Package) and image.modality != modality:
@@ -97,11 +97,7 @@ class Vision:
             return self.again(image)
         if isinstance(image, Package):
             return self._medium_of_package(image)
-        looked = self.namer.look(image, modality)
-        if keep:
-            source = self._caches.kept.keep(self._tenant, looked.source)
-            looked = dataclasses.replace(looked, source=source)
-        return self.admit_looked(looked)
+        return self.admit_looked(self.namer.look(image, modality))
 
     def admit_looked(self, looked: Inspected) -> Medium:
         """The medium of a look made by some thread; it is known from now on."""

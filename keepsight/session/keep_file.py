@@ -219,9 +219,7 @@ def _media_of(
         medium = session.vision.admit(package, bool(entry.get("handed_in")))
         with contextlib.suppress(KeepsightError):  # its features are enough where it cannot be read
             opened = _open_given(entry, tensors[f"given/{number}"]) if "given" in entry else None
-            if opened is not None:
-                kept = session.runtime.caches.kept.keep(session.tenant, opened)
-                medium = replace(medium, opened=kept)
+            medium = session.kept(replace(medium, opened=opened))
         media.append(medium)
     return media
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,15 +17,16 @@ from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import described, history, history_as_html
 from keepsight.core.in_thread import gathered, in_thread
+from keepsight.core.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.signatures import shows
 from keepsight.errors import InputError
 from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.live import Frames
-from keepsight.media.medium import Pictures
+from keepsight.media.medium import Medium, Pictures
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes, parse_messages, with_media
+from keepsight.prompt.messages import kept_notes
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply
 from keepsight.session import keep_file
@@ -66,7 +68,7 @@ class Session:
         complete."""
         left: Options = dict(options)
         message = user_turn(given, left)
-        return self.answer([*self.messages, *self.named(message)], left)
+        return self.answer([*self.messages, *self.named([message])], left)
 
     @shows(Asking)
     async def aask(self, *given: Pictures | None, **options: Unpack[AskOptions]) -> Reply:
@@ -85,7 +87,7 @@ class Session:
         asked: list[Message] = []
 
         def answer() -> Iterator[Piece]:
-            asked.extend([*self.messages, *self.named(message)])
+            asked.extend([*self.messages, *self.named([message])])
             return self._pieces(asked, left)
 
         self._awaited, text = True, ""
@@ -111,7 +113,7 @@ class Session:
             if given.get(name) is None:
                 content = self.messages[spot]["content"]
                 given[name] = [part[kind] for part in content if part.get("type") == kind]
-        asked = [*self.messages[:spot], *self.named(user_turn((text,), given))]
+        asked = [*self.messages[:spot], *self.named([user_turn((text,), given)])]
         return Reply.of(self.answer(asked, given))
 
     @shows(Answering)
@@ -150,14 +152,24 @@ class Session:
                 piece.report.notes += [*self.notes, *kept_notes(self.messages)]
             yield piece
 
-    def named(self, messages: Message | list[Message]) -> list[Message]:
-        """Messages with their pictures named once, for this and all later turns."""
-        clean, given = parse_messages(messages)
+    def named(self, messages: list[Message]) -> list[Message]:
+        """Messages with their pictures named once, for this and all later turns. They are read and
+        decoded without the model's lock."""
+        self.runtime.require_open()
+        with self.runtime.lock.beside():
+            order = Order(self.runtime, messages, Call(self.tenant, {}, {}))
+            order.media = [self.kept(medium) for medium in order.media]
         with self.runtime.lock:
-            self.runtime.require_open()
-            self.runtime.refresh(tenant=self.tenant)
-            media = [self.vision.name(thing, kind, keep=True) for kind, thing in given]
-        return with_media(clean, media)
+            order.learn()
+        return order.with_media()
+
+    def kept(self, medium: Medium) -> Medium:
+        """A medium with what was given for it, whatever becomes of its file or its owner's
+        pixels."""
+        if medium.opened is None:
+            return medium
+        kept = self.runtime.caches.kept.keep(self.tenant, medium.opened)
+        return replace(medium, opened=kept)
 
     def prepare(self, asked: list[Message]) -> None:
         """Encode and prefill a history now, to answer later."""

@@ -144,9 +144,8 @@ class WatchedVideo:
         rows = np.stack(frames)
         rows.setflags(write=False)  # nobody else has it, so the session need not copy it
         clip: Record = {"frames": rows, "fps": self.fps, "sampled": True}
-        [shown] = self.session.named(
-            {"role": "user", "content": [{"type": "video", "video": clip}]}
-        )
+        part = {"type": "video", "video": clip}
+        [shown] = self.session.named([{"role": "user", "content": [part]}])
         video = shown["content"][0]
         messages = self.session.messages
         place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
