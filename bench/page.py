@@ -42,8 +42,8 @@ words mean, is in [bench/README.md](../bench/README.md).
   *warm = cold bit for bit* is the guard.
 
 The tables follow, one part for each run of a benchmark: Keepsight beside stock Transformers, then
-guesses, exports, MLX, servers beside llama-server, vLLM and OpenVINO, forms of answers, and chats at
-once.
+guesses, exports, MLX, servers beside llama-server, vLLM and OpenVINO, forms of answers, and chats
+at once.
 """
 
 
