@@ -11,7 +11,7 @@ from models import build, picture
 from test_exact import logits
 
 import keepsight as ks
-from keepsight.errors import DamagedFile, InputError, StoreError, WrongIdentity
+from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongIdentity
 from keepsight.formats import tensorfile
 
 LONG = "Please look at this picture very carefully and then tell me all that you see in it."
@@ -104,6 +104,20 @@ def test_resume_with_other_vision_weights_is_refused(demo_parts: Any, tmp_path: 
     with ks.wrap(other, processor) as vlm, pytest.raises(WrongIdentity) as caught:
         vlm.resume(path)
     assert caught.value.field == "vision weights" and caught.value.expected != caught.value.found
+
+
+def test_cut_and_flipped_session_files_are_refused(demo: Any, tmp_path: Path) -> None:
+    session = demo.session()
+    session.ask(LONG, picture(1), max_new_tokens=3)
+    data = session.save(tmp_path / "talk.keep").read_bytes()
+    bad = tmp_path / "bad.keep"
+    for spot in range(0, len(data), max(1, len(data) // 30)):
+        flipped = data[:spot] + bytes([data[spot] ^ 1 << spot % 8]) + data[spot + 1 :]
+        for damaged in (data[:spot], flipped):
+            bad.write_bytes(damaged)
+            with pytest.raises(FileError):
+                demo.resume(bad)
+    assert demo.resume(tmp_path / "talk.keep").ask("Well?", max_new_tokens=2).tokens
 
 
 def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) -> None:
