@@ -100,11 +100,19 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work. Its file says when it expires."""
+        """Whether reading this entry should work. The index says when it expires; where it is
+        busy, refuses, or does not know the file, the file says so."""
         if name in self._writer.jobs:
             return True
-        known = name not in self._writer.uses.over and self._files.is_there(name)
-        return known and not self._is_over(name)
+        if name in self._writer.uses.over or not self._files.is_there(name):
+            return False
+        row = None
+        if not self._listing.is_aside:
+            try:
+                row = self._index.look(lambda base: index.row(base, name), None, wait=False)
+            except StoreError as error:
+                self._listing.failed(error)
+        return not (self._is_over(name) if row is None else row.is_over(time.time()))
 
     def tier(self, name: EntryName) -> str | None:
         """Where a read would find it: "disk", or None."""
