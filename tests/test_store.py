@@ -228,13 +228,6 @@ def test_damage_is_set_aside_with_a_warning_and_can_be_replaced(
     assert files(store.root) == []
 
 
-def test_an_entry_that_its_reader_rejects_is_set_aside(store: DiskStore) -> None:
-    store.put("package", KEYS[0], tensors(), {})
-    store.flush()
-    store.reject("package", KEYS[0], "it is something else")
-    assert not store.has("package", KEYS[0])
-
-
 def test_files_of_nobody_are_named_and_change_nothing(store: DiskStore) -> None:
     store.put("package", KEYS[0], tensors(), {})
     store.flush()

@@ -30,8 +30,8 @@ from keepsight.kinds import Record
 from keepsight.server.access import Caller, visit_of
 from keepsight.server.errors import ApiError, invalid, refused, unknown
 from keepsight.store import Store
+from keepsight.store.contract import CLOCK_SLACK
 from keepsight.store.files import PART, Folder, left_over
-from keepsight.store.layout import CLOCK_SLACK
 from keepsight.system.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
-from keepsight.store.contract import Entry, EntryName
+from keepsight.store.contract import CLOCK_SLACK, Entry, EntryName
 from keepsight.store.files import Folder
 from keepsight.system import forks, private_files
 
@@ -181,7 +181,7 @@ def expired(base: Base, now: float) -> list[EntryName]:
     """Expired entries, and those dated in the future, which would live too long."""
     found = base.execute(
         "SELECT * FROM entry WHERE expires IS NOT NULL AND (expires <= ? OR created > ?)",
-        (now, now + layout.CLOCK_SLACK),
+        (now, now + CLOCK_SLACK),
     )
     return [_name(one) for one in found]
 

@@ -252,7 +252,7 @@ class Seen:
 
 
 class Remote:
-    """The entries of all tenants at one address."""
+    """The entries of all tenants at one address. `Keeper` says what its methods promise."""
 
     root = budget = quota = None
 
@@ -276,15 +276,12 @@ class Remote:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work."""
         return self._writer.waiting(name) is not None or self._look(name) is not None
 
     def tier(self, name: EntryName) -> str | None:
-        """Where a read would find it: "remote", or None."""
         return "remote" if self.has(name) else None
 
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
-        """Those entries that are there, intact and not expired."""
         wanted = list(names)
         found: dict[EntryName, Found] = {}
         for name, content in zip(wanted, self._link.each(self._read_one, wanted), strict=True):
@@ -526,7 +523,6 @@ class Remote:
         return [folder for found in self._link.each(self._link.folders, kinds) for folder in found]
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that may have entries there; empty for the default tenant."""
         self.drain()
         with self._named_errors("listed"):
             return ["", *(name.rpartition("/")[2] for name in self._link.folders("tenants"))]
