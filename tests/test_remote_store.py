@@ -544,25 +544,6 @@ def test_an_address_that_failed_is_left_alone(store: RemoteStore) -> None:
 # -- time, tenants, room -------------------------------------------------------------------------
 
 
-def test_what_has_ended_is_absent_and_can_be_put_again(
-    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store, 1, About(ttl=60.0))
-    store.put_note("alias", KEYS[1], {"a": 1}, About(ttl=60.0))
-    store.flush()
-    other = RemoteStore(ADDRESS)
-    assert other.has("package", KEYS[1]) and store.has("alias", KEYS[1])
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 61.0)
-    for one in (store, other, RemoteStore(ADDRESS)):
-        assert not one.has("package", KEYS[1]) and one.get("package", KEYS[1]) is None
-        assert one.note("alias", KEYS[1]) is None and one.entry("alias", KEYS[1]) is None
-        assert names(one) == set()
-    put(store, 1)
-    store.flush()
-    assert RemoteStore(ADDRESS).get("package", KEYS[1]) is not None and store.check() == []
-
-
 def test_an_entry_of_a_clock_that_jumped_is_not_immortal(
     store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

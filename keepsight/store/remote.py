@@ -42,7 +42,6 @@ from keepsight.store.writer import (
     THERE,
     WRITTEN,
     Job,
-    Uses,
     Writer,
 )
 from keepsight.system.lock import Mutex
@@ -259,7 +258,7 @@ class Remote:
     def __init__(self, link: RemoteAddress, waiting: int) -> None:
         self._link, self.label, self._seen = link, link.shown, Seen()
         self._reads = Health(f"the store {self.label} cannot be read")
-        self._writer = Writer(self.label, waiting, self._write, _nothing_to_do, _nothing_to_close)
+        self._writer = Writer(self.label, waiting, self._write)
         self.drain, self.flush = self._writer.drain, self._writer.flush
         self.close, self.retire = self._writer.close, self._writer.retire
         self._counted: dict[str, tuple[Kinds, float]] = {}  # by tenant, and when
@@ -493,7 +492,8 @@ class Remote:
         """All entries that are not over, nor depend on one that is."""
         for whose in self.tenants() if tenant is None else [tenant]:
             table = self._table(whose)
-            gone = {up for layer in _depths(table, _over(table)) for up in layer}
+            over = [name for name, (_, metadata) in table.items() if layout.expired(metadata)]
+            gone = {up for layer in _depths(table, over) for up in layer}
             yield from (entry for name, (entry, _) in table.items() if name not in gone)
 
     def _table(self, tenant: str) -> Table:
@@ -645,19 +645,6 @@ def _sizes(found: Iterable[tuple[EntryName, RemoteObject]]) -> Kinds:
         sizes["entries"] += 1
         sizes["bytes"] += one.nbytes
     return kinds
-
-
-def _over(table: Table) -> list[EntryName]:
-    """Entries that have expired."""
-    return [name for name, (_, metadata) in table.items() if layout.expired(metadata)]
-
-
-def _nothing_to_do(uses: Uses) -> None:
-    return None
-
-
-def _nothing_to_close() -> None:
-    return None
 
 
 def _layers(jobs: list[Job]) -> list[list[Job]]:
