@@ -541,50 +541,7 @@ def test_an_address_that_failed_is_left_alone(store: RemoteStore) -> None:
     assert store.stats()["state"] == "ok" and store.has("package", KEYS[2])
 
 
-def test_delete_takes_what_stands_on_it(store: RemoteStore) -> None:
-    tower(store)
-    total = sum(entry.nbytes for entry in store.entries())
-    freed = RemoteStore(ADDRESS).delete("snapshot", KEYS[2])
-    fresh = RemoteStore(ADDRESS)
-    left = {("snapshot", KEYS[1]), ("state", KEYS[1]), ("snapshot", KEYS[4])}
-    assert names(fresh) == left and fresh.check() == []
-    assert freed == total - sum(entry.nbytes for entry in fresh.entries())
-    assert fresh.delete("snapshot", KEYS[2]) == 0
-
-
-def test_delete_media_takes_all_that_holds_anything_of_it(store: RemoteStore) -> None:
-    tower(store)
-    put(store, 6, About(media=("image2", "image9")))
-    store.put_note("alias", KEYS[6], {}, About(media=("image2",)))
-    other = store.tenant("other")
-    put(other, 6, About(media=("image2",)))
-    store.flush()
-    assert RemoteStore(ADDRESS).delete_media("image2") > 0
-    left = {("snapshot", KEYS[1]), ("state", KEYS[1]), ("snapshot", KEYS[4])}
-    assert names(RemoteStore(ADDRESS)) == left, "what another tenant holds is another tenant's"
-    assert names(other) == {("package", KEYS[6])}
-
-
 # -- time, tenants, room -------------------------------------------------------------------------
-
-
-def test_what_has_ended_is_absent_and_can_be_put_again(
-    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store, 1, About(ttl=60.0))
-    store.put_note("alias", KEYS[1], {"a": 1}, About(ttl=60.0))
-    store.flush()
-    other = RemoteStore(ADDRESS)
-    assert other.has("package", KEYS[1]) and store.has("alias", KEYS[1])
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 61.0)
-    for one in (store, other, RemoteStore(ADDRESS)):
-        assert not one.has("package", KEYS[1]) and one.get("package", KEYS[1]) is None
-        assert one.note("alias", KEYS[1]) is None and one.entry("alias", KEYS[1]) is None
-        assert names(one) == set()
-    put(store, 1)
-    store.flush()
-    assert RemoteStore(ADDRESS).get("package", KEYS[1]) is not None and store.check() == []
 
 
 def test_an_entry_of_a_clock_that_jumped_is_not_immortal(
@@ -609,19 +566,6 @@ def test_a_bucket_keeps_what_it_is_given(store: RemoteStore) -> None:
             open_store(ADDRESS, **limits)
     assert store.pin("package", KEYS[1]) and not store.pin("package", KEYS[2])
     assert names(store) == {("package", KEYS[1])}
-
-
-def test_tenants_share_nothing(store: RemoteStore) -> None:
-    ann, bob = store.tenant("ann"), store.tenant("bob")
-    put(ann, 1)
-    store.flush()
-    for one in (store, bob, store.tenant("")):
-        assert not one.has("package", KEYS[1]) and one.get("package", KEYS[1]) is None
-        assert names(one) == set() and one.stats()["entries"] == 0
-        assert one.clear() == one.delete("package", KEYS[1]) == 0
-    assert names(RemoteStore(ADDRESS).tenant("ann")) == {("package", KEYS[1])}
-    assert ann.tenant(None).get("package", KEYS[1]) is None
-    assert not [name for name in objects() if "ann" in name]
 
 
 def test_one_tenant_is_not_told_of_anothers_losses(store: RemoteStore) -> None:

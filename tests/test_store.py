@@ -228,13 +228,6 @@ def test_damage_is_set_aside_with_a_warning_and_can_be_replaced(
     assert files(store.root) == []
 
 
-def test_an_entry_that_its_reader_rejects_is_set_aside(store: DiskStore) -> None:
-    store.put("package", KEYS[0], tensors(), {})
-    store.flush()
-    store.reject("package", KEYS[0], "it is something else")
-    assert not store.has("package", KEYS[0])
-
-
 def test_files_of_nobody_are_named_and_change_nothing(store: DiskStore) -> None:
     store.put("package", KEYS[0], tensors(), {})
     store.flush()
@@ -253,19 +246,6 @@ def test_notes_of_every_kind_are_sound(store: DiskStore) -> None:
 
 
 # -- budgets -----------------------------------------------------------------------------------
-
-
-def test_a_budget_is_kept_while_writing(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, budget=100_000)
-    for number in range(40):
-        key = digests.digest("entry", number)
-        store.put("package", key, tensors(number, 2000), {})
-        store.flush()
-        assert store.stats()["bytes"] <= 100_000
-    kept = {entry.key for entry in store.entries()}
-    assert len(kept) >= 10
-    assert kept == {digests.digest("entry", number) for number in range(40 - len(kept), 40)}
-    store.close()
 
 
 def test_gc_sweeps_what_killed_writers_left_but_not_what_is_being_written(tmp_path: Path) -> None:

@@ -141,6 +141,26 @@ def test_reading_never_touches_the_book(
     monkeypatch.undo()
 
 
+def test_whether_an_entry_is_there_is_known_without_opening_its_file(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.put("package", KEYS[0], tensors(), {}, About(ttl=60.0))
+    store.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr("keepsight.store.files.read_metadata", None)
+        assert store.has("package", KEYS[0])
+        now = time.time
+        patch.setattr(time, "time", lambda: now() + 61.0)
+        assert not store.has("package", KEYS[0])
+    with store.keeper._index._lock:  # where the index is busy nobody waits for it
+        there = []
+        asking = threading.Thread(target=lambda: there.append(store.has("package", KEYS[0])))
+        asking.start()
+        asking.join(20)
+    assert there == [True]
+
+
 def test_a_locked_book_stops_no_readers_and_flush_says_what_is_missing(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,8 +30,8 @@ from keepsight.kinds import Record
 from keepsight.server.access import Caller, visit_of
 from keepsight.server.errors import ApiError, invalid, missing, refused, unknown
 from keepsight.store import Store
+from keepsight.store.contract import CLOCK_SLACK
 from keepsight.store.files import PART, Folder, left_over
-from keepsight.store.layout import CLOCK_SLACK
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service

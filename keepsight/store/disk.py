@@ -25,7 +25,7 @@ from keepsight.kinds import Record
 from keepsight.store import files, index, layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
 from keepsight.store.files import DAMAGED, PART, Folder, PartFile
-from keepsight.store.health import GONE, OK, PINNED, Health, summary
+from keepsight.store.health import GONE, OK, Health, summary
 from keepsight.store.index import Base, Index, Scope
 from keepsight.store.tenants import Store
 from keepsight.store.writer import (
@@ -70,7 +70,7 @@ class DiskStore(Store):
 
 
 class Disk:
-    """The entries of all tenants in one folder."""
+    """The entries of all tenants in one folder. `Keeper` says what its methods promise."""
 
     def __init__(self, folder: Folder, budget: int | None, quota: int | None, waiting: int) -> None:
         self.root, self.label, self.budget, self.quota = (
@@ -82,7 +82,6 @@ class Disk:
         self._files, self._index = folder, Index(folder)
         self._reads = Health(f"the store {folder.root} cannot be read")
         self._listing = Health(f"the index of the store {folder.root} cannot be read")
-        self._pins = Health(f"the store {folder.root} takes nothing more")
         self._writer = Writer(self.label, waiting, self._write, self._tidy, self._index.close)
         self.drain, self.flush, self.close = (
             self._writer.drain,
@@ -100,18 +99,24 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work. Its file says when it expires."""
+        """Whether reading this entry should work. The index says when it expires; where it is
+        busy, refuses, or does not know the file, the file says so."""
         if name in self._writer.jobs:
             return True
-        known = name not in self._writer.uses.over and self._files.is_there(name)
-        return known and not self._is_over(name)
+        if name in self._writer.uses.over or not self._files.is_there(name):
+            return False
+        row = None
+        if not self._listing.is_aside:
+            try:
+                row = self._index.look(lambda base: index.row(base, name), None, wait=False)
+            except StoreError as error:
+                self._listing.failed(error)
+        return not (self._is_over(name) if row is None else row.is_over(time.time()))
 
     def tier(self, name: EntryName) -> str | None:
-        """Where a read would find it: "disk", or None."""
         return "disk" if self.has(name) else None
 
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
-        """Those entries that are there, intact and not expired."""
         found: dict[EntryName, Found] = {}
         on_disk = []
         for name in names:
@@ -165,7 +170,6 @@ class Disk:
         return content, metadata
 
     def reject(self, name: EntryName, why: str) -> None:
-        """Set aside an entry whose content does not match its key, with one warning."""
         place = layout.place(*name)
         logger.warning("damaged entry set aside: %s (%s)", self._files.path(place), why)
         with contextlib.suppress(OSError):  # in an unwritable folder it stays, and stays absent
@@ -327,7 +331,6 @@ class Disk:
         of pins is lost."""
         limits = [(Scope.account(account), self.quota, "quota of a tenant") for account in accounts]
         limits.append((Scope(), self.budget, "budget of the store"))
-        crowded = None
         for scope, limit, what in limits:
             if limit is None:
                 continue
@@ -336,13 +339,8 @@ class Disk:
             if not went:
                 continue
             room = limit - self._index.change(partial(index.held, scope=scope))
-            for name in [name for name, size in went.items() if size > room]:
-                crowded = f"pins take too much of the {what}, {limit:,}; unpin something"
-                became[name] = crowded
-        if crowded is not None:
-            self._pins.failed(StoreError(crowded), PINNED)
-        elif begun:
-            self._pins.worked()
+            why = f"pins take too much of the {what}, {limit:,}; unpin something"
+            became |= {name: why for name, size in went.items() if size > room}
 
     def _evict(self, scope: Scope, limit: int) -> list[EntryName]:
         gone, _ = self._index.fit(scope, limit)
@@ -353,24 +351,20 @@ class Disk:
     # -- entries ---------------------------------------------------------------------------------
 
     def entry(self, name: EntryName) -> Entry | None:
-        """The index's data on one entry, without reading it; None if absent or expired."""
         self._writer.catch_up()
         if not self.has(name):
             return None
         return self._row(name)
 
     def entries(self, tenant: str | None) -> Iterator[Entry]:
-        """All entries."""
         self._writer.catch_up()
         yield from self._index.entries(Scope.tenant(tenant))
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants with entries here; empty for the default tenant."""
         self._writer.catch_up()
         return self._index.look(index.tenants, [])
 
     def pin(self, name: EntryName, pinned: bool) -> bool:
-        """Pin an entry and what it depends on, whatever the budget; False if absent."""
         self._writer.catch_up()
         note = index.pin_name(name)
 
@@ -399,13 +393,11 @@ class Disk:
             raise StoreError(f"{self.root}: no pin can be set or removed: {error}") from error
         if found and not pinned:
             self._files.remove_empty([note])
-            self._pins.worked()
         return found
 
     def remove(
         self, tenant: str | None, names: Iterable[EntryName] | None = None, image: str | None = None
     ) -> int:
-        """Remove entries with all their dependents; return the bytes freed."""
         self._writer.catch_up()
         if image is not None:
             freed = self._index.remove(lambda base: index.with_image(base, tenant or "", image))[1]
@@ -416,11 +408,9 @@ class Disk:
             freed = self._index.fit(Scope.tenant(tenant), -1, pins=True)[1]
             for whose in self._tenants_in(tenant):
                 self._files.sweep(whose, 0.0)
-        self._pins.worked()
         return freed
 
     def gc(self, tenant: str | None, budget: int) -> int:
-        """Remove the least recently used entries until the rest fits; return the bytes freed."""
         before = self._size(tenant)
         self._writer.catch_up()
         self._evict(Scope.tenant(tenant), budget)
@@ -457,7 +447,7 @@ class Disk:
         except StoreError as error:
             self._listing.failed(error)
             counted = None
-        healths = (self._writer.health, self._reads, self._listing, self._pins)
+        healths = (self._writer.health, self._reads, self._listing)
         return {
             **summary(self.label, "disk", kinds, counted, healths),
             "ever": ever,

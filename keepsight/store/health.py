@@ -26,7 +26,6 @@ LOCKED = "locked"  # another process locks the index for too long
 FAILING = "failing"  # device errors, too many open files, and other temporary errors
 UNREACHABLE = "unreachable"  # an address does not answer
 DAMAGED = "damaged"  # wrong bytes
-PINNED = "pinned"  # pins leave no room for anything else
 
 PAUSE = 30.0  # seconds that a store is left alone
 _QUIET = 600.0  # seconds in which a repeated problem is not logged again

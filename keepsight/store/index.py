@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
-from keepsight.store.contract import Entry, EntryName
+from keepsight.store.contract import CLOCK_SLACK, Entry, EntryName
 from keepsight.store.files import Folder
 from keepsight.system import forks, private_files
 
@@ -181,7 +181,7 @@ def expired(base: Base, now: float) -> list[EntryName]:
     """Expired entries, and those dated in the future, which would live too long."""
     found = base.execute(
         "SELECT * FROM entry WHERE expires IS NOT NULL AND (expires <= ? OR created > ?)",
-        (now, now + layout.CLOCK_SLACK),
+        (now, now + CLOCK_SLACK),
     )
     return [_name(one) for one in found]
 
@@ -301,10 +301,15 @@ class Index:
         self._is_lost = False  # in a child of a process that forked while it was in use
         forks.hold(self)
 
-    def look(self, work: Callable[[Base], T], otherwise: T) -> T:
-        """What `work` finds; `otherwise` in a folder that is no store. StoreError if it fails."""
-        with self._lock:
+    def look(self, work: Callable[[Base], T], otherwise: T, wait: bool = True) -> T:
+        """What `work` finds; `otherwise` in a folder that is no store, or, unless it may wait,
+        while another thread uses the index. StoreError if it fails."""
+        if not self._lock.acquire(blocking=wait):
+            return otherwise
+        try:
             return self._run(work) if self.is_store() else otherwise
+        finally:
+            self._lock.release()
 
     def change(self, work: Callable[[Base], T]) -> T:
         """Call `work` in one transaction, the only writer of all processes until its end."""

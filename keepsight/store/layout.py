@@ -14,7 +14,7 @@ import time
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
-from keepsight.store.contract import About, EntryName, Name
+from keepsight.store.contract import CLOCK_SLACK, About, EntryName, Name
 from keepsight.system.accounts import account_of
 
 # File name extensions: notes are only JSON, the others are tensor files.
@@ -30,7 +30,6 @@ KINDS = {
 NOTES = tuple(kind for kind, suffix in KINDS.items() if suffix == ".json")
 MARKER = "store.json"
 STORE_FORMAT = 1
-CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-f]{64})(\.[a-z]+)")

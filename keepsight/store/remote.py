@@ -42,7 +42,6 @@ from keepsight.store.writer import (
     THERE,
     WRITTEN,
     Job,
-    Uses,
     Writer,
 )
 from keepsight.system.lock import Mutex
@@ -252,14 +251,14 @@ class Seen:
 
 
 class Remote:
-    """The entries of all tenants at one address."""
+    """The entries of all tenants at one address. `Keeper` says what its methods promise."""
 
     root = budget = quota = None
 
     def __init__(self, link: RemoteAddress, waiting: int) -> None:
         self._link, self.label, self._seen = link, link.shown, Seen()
         self._reads = Health(f"the store {self.label} cannot be read")
-        self._writer = Writer(self.label, waiting, self._write, _nothing_to_do, _nothing_to_close)
+        self._writer = Writer(self.label, waiting, self._write)
         self.drain, self.flush = self._writer.drain, self._writer.flush
         self.close, self.retire = self._writer.close, self._writer.retire
         self._counted: dict[str, tuple[Kinds, float]] = {}  # by tenant, and when
@@ -276,15 +275,12 @@ class Remote:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work."""
         return self._writer.waiting(name) is not None or self._look(name) is not None
 
     def tier(self, name: EntryName) -> str | None:
-        """Where a read would find it: "remote", or None."""
         return "remote" if self.has(name) else None
 
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
-        """Those entries that are there, intact and not expired."""
         wanted = list(names)
         found: dict[EntryName, Found] = {}
         for name, content in zip(wanted, self._link.each(self._read_one, wanted), strict=True):
@@ -496,7 +492,8 @@ class Remote:
         """All entries that are not over, nor depend on one that is."""
         for whose in self.tenants() if tenant is None else [tenant]:
             table = self._table(whose)
-            gone = {up for layer in _depths(table, _over(table)) for up in layer}
+            over = [name for name, (_, metadata) in table.items() if layout.expired(metadata)]
+            gone = {up for layer in _depths(table, over) for up in layer}
             yield from (entry for name, (entry, _) in table.items() if name not in gone)
 
     def _table(self, tenant: str) -> Table:
@@ -526,7 +523,6 @@ class Remote:
         return [folder for found in self._link.each(self._link.folders, kinds) for folder in found]
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that may have entries there; empty for the default tenant."""
         self.drain()
         with self._named_errors("listed"):
             return ["", *(name.rpartition("/")[2] for name in self._link.folders("tenants"))]
@@ -649,19 +645,6 @@ def _sizes(found: Iterable[tuple[EntryName, RemoteObject]]) -> Kinds:
         sizes["entries"] += 1
         sizes["bytes"] += one.nbytes
     return kinds
-
-
-def _over(table: Table) -> list[EntryName]:
-    """Entries that have expired."""
-    return [name for name, (_, metadata) in table.items() if layout.expired(metadata)]
-
-
-def _nothing_to_do(uses: Uses) -> None:
-    return None
-
-
-def _nothing_to_close() -> None:
-    return None
 
 
 def _layers(jobs: list[Job]) -> list[list[Job]]:

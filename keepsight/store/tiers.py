@@ -39,7 +39,7 @@ class TieredStore(Store):
 
 
 class Tiers:
-    """The entries of all tenants in several stores."""
+    """The entries of all tenants in several stores. `Keeper` says what its methods promise."""
 
     def __init__(self, tiers: tuple[Keeper, ...]) -> None:
         self.tiers, self.label = tiers, " + ".join(tier.label for tier in tiers)
@@ -54,11 +54,9 @@ class Tiers:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work."""
         return any(tier.has(name) for tier in self.tiers)
 
     def tier(self, name: EntryName) -> str | None:
-        """Where a read would find it, or None."""
         return next((found for tier in self.tiers if (found := tier.tier(name))), None)
 
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
@@ -115,7 +113,6 @@ class Tiers:
         return next((found for tier in self.tiers if (found := tier.entry(name))), None)
 
     def reject(self, name: EntryName, why: str) -> None:
-        """Set aside an entry whose content does not match its key."""
         with self._deletion():
             for tier in self.tiers:
                 if tier.has(name):
@@ -129,7 +126,6 @@ class Tiers:
             tier.put(name, content, about, account)
 
     def drain(self) -> None:
-        """Return when everything handed over before is written or lost."""
         for tier in self.tiers:
             tier.drain()
 
@@ -155,7 +151,6 @@ class Tiers:
             raise NotStored.of(self.label, lost, len(lost))
 
     def close(self) -> None:
-        """Finish writing and release everything."""
         for tier in self.tiers:
             tier.close()
 
@@ -174,7 +169,6 @@ class Tiers:
         yield from table.values()
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that may have entries here."""
         return sorted({digest for tier in self.tiers for digest in tier.tenants()})
 
     def stats(self, tenant: str, whose: str | None, wait: float) -> Record:

@@ -144,8 +144,8 @@ class Writer:
         where: str,
         room: int,
         write: Callable[[list[Job]], dict[EntryName, str]],
-        tidy: Callable[[Uses], float | None],
-        let_go: Callable[[], None],
+        tidy: Callable[[Uses], float | None] = lambda uses: None,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self.where, self.room = where, room
         self._write, self._tidy, self._let_go = write, tidy, let_go
