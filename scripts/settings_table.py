@@ -1,6 +1,6 @@
 """Draw the table of settings in `docs/server.md` from the models in `keepsight/server/config.py`.
 
-Run `python docs/settings_table.py` after a setting has changed; a test compares the two.
+Run `python scripts/settings_table.py` after a setting has changed; a test compares the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keepsight.server.config import ModelSettings, ServerConfig
 
-PAGE = Path(__file__).parent / "server.md"
+PAGE = Path(__file__).parents[1] / "docs/server.md"
 TABLE = re.compile(r"\| setting \| default \| meaning \|\n(?:\|.*\n)+")
 
 
