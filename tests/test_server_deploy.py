@@ -88,7 +88,7 @@ def test_the_configuration_beside_it_is_read() -> None:
 def test_the_table_of_settings_is_that_of_the_models() -> None:
     found = settings_table.TABLE.search(settings_table.PAGE.read_text(encoding="utf-8"))
     assert found is not None
-    assert found[0] == table(), "run python docs/settings_table.py"
+    assert found[0] == table(), "run python scripts/settings_table.py"
 
 
 def test_each_setting_is_a_flag_and_the_usual_come_first() -> None:

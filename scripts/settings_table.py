@@ -7,7 +7,7 @@ from pathlib import Path
 
 from keepsight.server.config import table
 
-PAGE = Path(__file__).parent / "server.md"
+PAGE = Path(__file__).parents[1] / "docs/server.md"
 TABLE = re.compile(r"\| setting \| default \| meaning \|\n(?:\|.*\n)+")
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Takes the README's pictures of the page in a browser: docs/pictures/page-light.png and -dark.png.
 
-python docs/draw_page.py        needs playwright and Chromium (requirements-dev.txt)
+python scripts/draw_page.py        needs playwright and Chromium (requirements-dev.txt)
 
 A demo server on this machine, two pictures, two questions: the second answer remembers the first
 picture. Run it again when the page has changed.
