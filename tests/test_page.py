@@ -299,6 +299,23 @@ def test_light_dark_and_a_phone(opened: Open) -> None:
     assert page.overflow() == 0
 
 
+def test_a_wide_window_has_its_conversations_at_the_side(opened: Open) -> None:
+    page = opened(size={"width": 1440, "height": 900})
+    page.ask("Hello!")
+    side = page.tab.locator("#menu.docked")
+    expect(side.get_by_role("button", name="Hello!", exact=True)).to_be_visible()
+    expect(page.tab.get_by_role("button", name="Menu")).to_be_hidden()
+    page.tab.keyboard.press("Escape")
+    page.question.click()
+    expect(side).to_be_visible()
+    box, answer = side.bounding_box(), page.answers.last.bounding_box()
+    assert box["x"] == 0 and answer["x"] > box["width"] and page.overflow() == 0
+    expect(page.answers.last.locator("summary")).to_contain_text("first word after")
+    page.tab.set_viewport_size({"width": 1100, "height": 900})
+    expect(page.tab.locator("#menu")).to_be_hidden()
+    expect(page.tab.get_by_role("button", name="Menu")).to_be_visible()
+
+
 def test_by_keyboard_alone(opened: Open) -> None:
     page = opened()
     keys = page.tab.keyboard
@@ -312,7 +329,7 @@ def test_by_keyboard_alone(opened: Open) -> None:
     assert page.said() == STAR.describe()
     expect(page.tab.locator("#status")).to_contain_text(STAR.describe())
     expect(page.question).to_be_focused()
-    line = re.compile(r"^Remembered 0 of \d+ tokens, 0 of 1 picture")
+    line = re.compile(r"^first word after .* remembered 0 of \d+ tokens, 0 of 1 picture")
     for name in (
         "Add pictures or PDFs",
         "Regenerate",
@@ -366,6 +383,18 @@ def test_nothing_that_is_said_becomes_markup(opened: Open, scripted: Any) -> Non
     expect(page.tab.locator(".asked")).to_have_text(evil)
     assert page.tab.locator("img[src=x], script:not([src])").count() == 0
     assert page.tab.title() == "Keepsight"
+
+
+def test_links_are_plain_and_pictures_of_answers_are_not_fetched(
+    opened: Open, scripted: Any
+) -> None:
+    text = "[a](https://a.b/c) [b](javascript:alert(1)) [c](data:text/html,x) ![p](http://e/p.png)"
+    page = opened(scripted(Scripted(f"{text}\n\n$\\href{{javascript:alert(1)}}{{x}}$")).url)
+    answer = page.ask("Well?")
+    links = answer.locator(".said a")
+    expect(links.first).to_have_attribute("rel", "noopener noreferrer nofollow")
+    assert [link.get_attribute("href") for link in links.all()] == ["https://a.b/c", None, None]
+    assert answer.locator(".said img, .said [style], .said math[href]").count() == 0
 
 
 def test_the_browser_itself_refuses_what_is_not_the_pages(opened: Open, server: Live) -> None:

@@ -205,7 +205,7 @@ _TYPES = {
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _HEADERS = {
     "cache-control": "no-cache",
@@ -214,7 +214,11 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
-FILES = {f"/page/{path.name}": path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+FILES = {
+    f"/page/{path.relative_to(_FOLDER).as_posix()}": path
+    for path in sorted(_FOLDER.rglob("*"))
+    if path.suffix in _TYPES
+}
 
 
 def _page_routes() -> APIRouter:
@@ -229,7 +233,7 @@ def _page_routes() -> APIRouter:
     async def docs() -> Response:
         return _sent(_FOLDER / "docs.html")
 
-    @router.get("/page/{name}")
+    @router.get("/page/{name:path}")
     async def beside(name: str) -> Response:
         path = FILES.get(f"/page/{name}")
         if path is None:

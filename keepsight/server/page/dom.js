@@ -1,5 +1,5 @@
-// Elements, built node by node. Nothing here or elsewhere turns text into markup: what a model,
-// a user or a file name says is always text.
+// Elements, built node by node: what a user or a file name says is always text. What a model says goes
+// through prose.js.
 
 /** An element. `props`: attributes; `class`, `text`, and `on` (a record of listeners) are special. */
 export function el(tag, props = {}, ...children) {
@@ -9,11 +9,6 @@ export function el(tag, props = {}, ...children) {
 /** The same for drawings. */
 export function svg(tag, props = {}, ...children) {
   return dressed(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
-}
-
-/** The same for formulas. */
-export function math(tag, props = {}, ...children) {
-  return dressed(document.createElementNS("http://www.w3.org/1998/Math/MathML", tag), props, children);
 }
 
 function dressed(made, { text, on = {}, ...attributes }, children) {

@@ -15,12 +15,13 @@ const GLOSSES = [
   [/^whole prompt/, "the very same prompt was answered before"],
 ];
 
-/** One line for an answer, which opens to the rest. `pictures` are those of the prompt in order: { picture, page }. */
-export function measurements(told, pictures, open, onToggle) {
+/** One line for an answer, which opens to the rest. `pictures` are those of the prompt in order: { picture, page };
+ * `pace` is what a token that was not remembered took in this conversation, in ms. */
+export function measurements(told, pictures, pace, open, onToggle) {
   const { report } = told;
   if (!report) return null;
   const row = report.images.length ? pictureRow(report.images, pictures) : null;
-  const why = el("details", { class: "told", open }, el("summary", { text: line(told), title: "What was remembered, and why" }),
+  const why = el("details", { class: "told", open }, el("summary", { text: line(told, pace), title: "What was remembered, and why" }),
     row, el("p", { class: "numbers" }, ...numbers(told)), ...reasons(told, pictures));
   why.addEventListener("toggle", () => {
     if (why.open === open) return; // it was drawn open
@@ -31,11 +32,13 @@ export function measurements(told, pictures, open, onToggle) {
   return why;
 }
 
-function line({ usage, report, firstMs }) {
+function line({ usage, report, firstMs }, pace) {
+  const saved = pace * usage.prompt_tokens_details.cached_tokens;
+  const times = [firstMs === null ? "" : `first word after ${duration(firstMs)}`, saved >= 1 ? `saved ${duration(saved)}` : ""];
   const remembered = [`${usage.prompt_tokens_details.cached_tokens} of ${plural(usage.prompt_tokens, "token")}`];
   const known = report.images.filter((image) => tierOf(image) !== "computed").length;
   if (report.images.length) remembered.push(`${known} of ${plural(report.images.length, "picture")}`);
-  return `Remembered ${remembered.join(", ")}${firstMs === null ? "" : ` · ${duration(firstMs)}`}`;
+  return [times.filter(Boolean).join(", "), `remembered ${remembered.join(", ")}`].filter(Boolean).join(" · ");
 }
 
 /** The one sentence for those who listen. */

@@ -34,7 +34,7 @@ export function settings({ onKey, onKeep }) {
     take(onKey);
     // The entry of the menu that opened it is hidden by now.
     const at = document.activeElement;
-    if (at === document.body || dialog.contains(at)) byId("open-menu").focus();
+    if (at === document.body || dialog.contains(at)) byId(byId("open-menu").hidden ? "open-settings" : "open-menu").focus();
   });
   byId("settings-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.tagName === "INPUT") (event.preventDefault(), finish());

@@ -12,7 +12,7 @@ import { lineage } from "./talk.js";
 /** The element of a turn. `acts`: edit, regenerate, branch, step(turn, by), settings. */
 export function turnElement(turn, talk, acts, busy) {
   const mine = turn.role === "user";
-  const body = mine ? question(turn) : answer(turn, acts);
+  const body = mine ? question(turn) : answer(turn, talk, acts);
   const who = el("h2", { class: "who", text: mine ? "You" : turn.told.model });
   const element = el("article", { class: `turn ${turn.role}`, "data-turn": turn.id, "aria-busy": turn.running ? "true" : null },
     who, ...body);
@@ -31,7 +31,14 @@ function question(turn) {
   return parts;
 }
 
-function answer(turn, acts) {
+/** What a token that was not remembered took in a conversation, pictures looked at included, in ms. */
+function paceOf(talk) {
+  const timings = talk.turns().map((turn) => turn.told?.timings).filter(Boolean);
+  const sum = (name) => timings.reduce((all, one) => all + one[name], 0);
+  return sum("prompt_n") ? sum("prompt_ms") / sum("prompt_n") : 0;
+}
+
+function answer(turn, talk, acts) {
   const parts = [];
   if (turn.thought) {
     const thought = el("details", { class: "thought" }, el("summary", { text: "Thought" }), el("p", { text: turn.thought }));
@@ -43,7 +50,7 @@ function answer(turn, acts) {
   if (turn.told.reason === "length") parts.push(note("Cut off: the longest answer allowed was reached. Settings say how long it may be."));
   if (turn.stopped) parts.push(note("Stopped."));
   if (turn.broken) parts.push(note("Cut off: the page was closed or loaded anew before the answer was whole."));
-  const told = measurements(turn.told, picturesOf(turn), turn.open, (open) => (turn.open = open));
+  const told = measurements(turn.told, picturesOf(turn), paceOf(talk), turn.open, (open) => (turn.open = open));
   if (told) parts.push(told);
   return parts;
 }
