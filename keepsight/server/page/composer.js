@@ -87,7 +87,9 @@ export function composer(options) {
   function send() {
     const said = text.value.trim();
     if (!said && !pictures.length) return;
-    const trouble = options.onSend({ text: said, pictures: [...pictures] });
+    const broken = pictures.filter((picture) => picture.state === "refused").map((picture) => picture.name);
+    const trouble = broken.length ? `Remove ${broken.join(", ")} first: what cannot be read is not sent.`
+      : options.onSend({ text: said, pictures: [...pictures] });
     say(trouble);
     if (trouble) return;
     text.value = "";
@@ -129,7 +131,7 @@ export function composer(options) {
   chooser.addEventListener("change", () => (add([...chooser.files]), (chooser.value = "")));
   drawTray();
   requestAnimationFrame(fit);
-  const lookAgain = (all) => look(pictures.filter((picture) => all || ["refused", "looking"].includes(picture.state)));
+  const lookAgain = (all) => look(pictures.filter((picture) => all || ["refused", "unknown", "looking"].includes(picture.state)));
   return { form, add, lookAgain, busy, advise, contents, restore, focus: () => text.focus() };
 }
 

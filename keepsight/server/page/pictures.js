@@ -66,7 +66,8 @@ export class Picture {
       this.state = tiers.includes("computed") ? "new" : "remembered";
       this.tier = tiers[0] === "memory" ? "" : `, ${TIERS[tiers[0]].where}`;
     } catch (error) {
-      this.state = "refused";
+      const unread = error.status >= 400 && error.status < 500 && ![401, 403, 408, 429].includes(error.status);
+      this.state = unread ? "refused" : "unknown"; // where the server cannot be asked now, asking will tell
       this.error = error.message;
     }
   }
@@ -88,7 +89,7 @@ export class Picture {
   }
 
   get words() {
-    if (this.state === "refused") return this.error;
+    if (this.state === "refused" || this.state === "unknown") return this.error;
     const pages = this.pdf && this.keys.length ? `${plural(this.keys.length, "page")}, ` : "";
     const note = this.note ? `, ${this.note}` : "";
     return pages + { looking: "…", remembered: `remembered${this.tier}`, new: "new" }[this.state] + note;
