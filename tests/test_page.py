@@ -299,6 +299,15 @@ def test_light_dark_and_a_phone(opened: Open) -> None:
     assert page.overflow() == 0
 
 
+def test_samples_are_asked_with_a_click(opened: Open, scripted: Any) -> None:
+    page = opened()
+    page.tab.get_by_role("button", name="What color is the shape in the picture?").click()
+    page.answered()
+    assert page.said() == "Blue."
+    expect(page.tab.locator(".asked")).to_have_text("What color is the shape in the picture?")
+    expect(page.tab.locator("#samples")).to_be_hidden()
+
+
 def test_a_wide_window_has_its_conversations_at_the_side(opened: Open) -> None:
     page = opened(size={"width": 1440, "height": 900})
     page.ask("Hello!")

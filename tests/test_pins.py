@@ -330,16 +330,12 @@ def test_a_pin_takes_the_room_of_what_is_not_pinned() -> None:
         assert all(kept) and len(kept) > 1
 
 
-def test_pins_leave_a_disk_within_its_budget(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pins_leave_a_disk_within_its_budget(tmp_path: Path) -> None:
     with load("demo", store=tmp_path, store_budget="400KB") as vlm:
         for seed in range(1, 30):
             vlm.pin(picture(seed))
         with pytest.raises(NotStored, match="pins take"):
             vlm.flush()
-        # The state may be over already: what is not pinned, and small, still finds room.
-        assert "takes nothing more (pinned: pins take" in caplog.text
         for seed in (30, 31):  # of which at most one finds room
             vlm.pin(picture(seed))
             with contextlib.suppress(NotStored):

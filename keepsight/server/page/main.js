@@ -7,6 +7,8 @@ import { saveKeep, saveMarkdown } from "./download.js";
 import { Keeper, owner } from "./keeping.js";
 import { memoryView } from "./memory.js";
 import { menuOf } from "./menu.js";
+import { Picture } from "./pictures.js";
+import { samples } from "./samples.js";
 import { sampling, settings, systemPrompt } from "./settings.js";
 import { summary } from "./report.js";
 import { Talk, lineage, messages } from "./talk.js";
@@ -284,6 +286,8 @@ async function greet() {
   byId("served").textContent = `served here: ${page.model}`;
   notice(null);
   foot.lookAgain();
+  byId("samples").replaceChildren(...(await samples(page.model, (file, text) =>
+    ask(page.talk.leaf(), { text, pictures: [new Picture(file)] }))));
 }
 
 async function begin() {
