@@ -21,8 +21,6 @@ Content = tuple[Tensors | None, Record]  # without tensors: a note
 Found = tuple[Content, Record]  # with the metadata in its file
 Name = tuple[str, str]  # kind and key
 CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ
-CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ
-CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ
 Below = dict[str | None, list[tuple[str, Record]]]  # by key of their base: key, record
 
 
@@ -69,16 +67,6 @@ class Entry:
     def name(self) -> EntryName:
         """Its whole name."""
         return EntryName(self.kind, self.key, self.tenant)
-
-    def is_over(self, now: float) -> bool:
-        """Whether it is expired, or dated in the future, so that it would live too long."""
-        end = self.expires
-        return end is not None and (end <= now or self.created > now + CLOCK_SLACK)
-
-    def is_over(self, now: float) -> bool:
-        """Whether it is expired, or dated in the future, so that it would live too long."""
-        end = self.expires
-        return end is not None and (end <= now or self.created > now + CLOCK_SLACK)
 
     def is_over(self, now: float) -> bool:
         """Whether it is expired, or dated in the future, so that it would live too long."""
