@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +26,16 @@ def test_every_page_is_in_the_contents() -> None:
 def test_pages_made_from_docstrings_are_of_this_code(name: str) -> None:
     made = getattr(api_page, name)()
     assert (DOCS / f"{name}.md").read_text("utf-8") == made, "run python scripts/api_page.py"
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    book = json.loads((DOCS.parent / "examples/start.ipynb").read_text("utf-8"))
+    world: dict[str, Any] = {}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for cell in book["cells"]:
+            if cell["cell_type"] == "code":
+                assert not cell["outputs"], "clear its outputs"
+                exec("".join(cell["source"]), world)
+    assert "Red. 0 pictures encoded" in said.getvalue() and "star" in said.getvalue()
