@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 import keepsight
-from keepsight import digests
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.contestants import now
 from keepsight.bench.workloads import Pictures
 from keepsight.encode import encode
+from keepsight.system import digests
 
 FORMAT = 1
 AMBITION = 0.9  # of the bare tower's rate

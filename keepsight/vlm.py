@@ -17,7 +17,6 @@ from typing import Any, Literal, Unpack, cast, overload
 import torch
 from transformers import PreTrainedModel, ProcessorMixin
 
-from keepsight import digests
 from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import described, model_as_html
@@ -72,6 +71,7 @@ from keepsight.stock.inputs import stock_inputs
 from keepsight.stock.installed import INSTALLING, InstalledGenerate, installed_in
 from keepsight.stock.probe import settle
 from keepsight.stock.verify import Verification, verify
+from keepsight.system import digests
 from keepsight.system.places import expanded
 
 

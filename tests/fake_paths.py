@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight import digests
 from keepsight.media.medium import Medium
 from keepsight.prefix import prompt
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Node
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
+from keepsight.system import digests
 
 END, PAD = 9, 5
 RULE = Rule(frozenset({END}), True)

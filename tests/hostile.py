@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, settings
 
-from keepsight import digests
 from keepsight.formats.package import Package
+from keepsight.system import digests
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).parent / "golden"

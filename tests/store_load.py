@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from keepsight import digests
 from keepsight.store import About, DiskStore, files, index
+from keepsight.system import digests
 
 SIZE = 700
 

@@ -76,7 +76,7 @@ def test_weights_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = build("qwen2_vl")
     with ks.wrap(model, processor) as vlm:
         vlm.encode(picture(1))
-        monkeypatch.setattr("keepsight.digests.weight_digest", None)
+        monkeypatch.setattr("keepsight.system.digests.weight_digest", None)
         with vlm.blindfold():
             vlm.chat(FIRST, **ONE)
         vlm.chat(THEN, **ONE)

@@ -21,7 +21,7 @@ from hostile import bounded, finished, start
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepsight import digests
+from keepsight.system import digests
 
 CONFUSABLE: list[Any] = [
     *(1, "1", True, 1.0, b"1", "True", b"True", "bool True", 0, False, 0.0, -0.0, "", b"", "0"),
@@ -297,7 +297,7 @@ def test_a_forked_process_names_things_too() -> None:
     code = """
 import os, signal
 import numpy as np
-from keepsight import digests
+from keepsight.system import digests
 large = np.zeros(4_000_000, dtype=np.uint8)
 wanted = digests.digest("image", large)
 child = os.fork()

@@ -68,7 +68,7 @@ def packages(vlm: Any, tenant: str = "") -> dict[str, str]:
 
 
 def ks_digest(tensors: dict[str, torch.Tensor]) -> str:
-    from keepsight import digests
+    from keepsight.system import digests
 
     return digests.digest(
         "test", *(part for name in sorted(tensors) for part in (name, tensors[name]))

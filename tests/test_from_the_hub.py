@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 _LOOK = """
 import json, sys
 import keepsight as ks
-from keepsight import digests
+from keepsight.system import digests
 from keepsight.models.loading import files_digest
 from PIL import Image
 

@@ -42,7 +42,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from keepsight import digests
 from keepsight.formats import tensorfile
 from keepsight.prefix import residency
 from keepsight.prefix.match import Known, Match
@@ -50,6 +49,7 @@ from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.store import FORMAT, DiskStore
+from keepsight.system import digests
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from hostile import bounded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepsight import digests
 from keepsight.media.medium import Medium
 from keepsight.prefix import prompt
 from keepsight.prefix.prompt import Prompt, Rule, Span, common, shift
+from keepsight.system import digests
 
 END, PAD = 9, 5
 APART, LONGEST = 4, 12

@@ -24,11 +24,11 @@ from remote_lines import Line, TrialFileSystem, read_only, unreachable
 from support import StoreTests
 
 import keepsight as ks
-from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import NOTHING, About, DiskStore, files, layout, open_store, remote
 from keepsight.store.remote import RemoteStore
+from keepsight.system import digests
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"
@@ -618,7 +618,7 @@ def test_leftovers_of_killed_writers_go_with_the_rest(store: RemoteStore) -> Non
 
 SHARED = """
 import sys, torch
-from keepsight import digests
+from keepsight.system import digests
 from keepsight.store.remote import RemoteStore
 store = RemoteStore(sys.argv[1])
 for n in range(30):

@@ -22,11 +22,11 @@ from support import BoundedStoreTests
 from support.stores import KEYS
 
 import keepsight as ks
-from keepsight import digests
 from keepsight.errors import InputError, StoreError
 from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, DiskStore, health
 from keepsight.store.layout import KINDS
+from keepsight.system import digests
 from keepsight.system.units import parse_bytes
 
 
@@ -266,7 +266,7 @@ def test_gc_sweeps_what_killed_writers_left_but_not_what_is_being_written(tmp_pa
 
 UNDER_LOAD = """
 import sys, torch
-from keepsight import digests
+from keepsight.system import digests
 from keepsight.store import DiskStore
 store, n = DiskStore(sys.argv[1]), 0
 while True:
@@ -301,7 +301,7 @@ def readers(store: DiskStore) -> Iterator[tuple[Any, str]]:
 
 SHARED = """
 import sys, torch
-from keepsight import digests
+from keepsight.system import digests
 from keepsight.store import DiskStore
 store = DiskStore(sys.argv[1])
 for n in range(60):

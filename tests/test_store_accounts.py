@@ -20,10 +20,10 @@ from hostile import bounded
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from keepsight import digests
 from keepsight.errors import PinsFull
 from keepsight.store import DiskStore, layout
 from keepsight.store.index import NAME
+from keepsight.system import digests
 from keepsight.system.accounts import account_of, under_salt
 
 QUOTA = 20_000

@@ -23,13 +23,13 @@ import torch
 from hostile import finished, start
 from support.stores import KEYS
 
-from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.store import About, DiskStore, Entry, index, layout, open_store
 from keepsight.store.contract import EntryName
 from keepsight.store.files import Folder
 from keepsight.store.index import NAME, Index
 from keepsight.store.writer import Writer
+from keepsight.system import digests
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from models import picture
 from server_harness import asked, live, scene
 
 import keepsight as ks
-from keepsight import digests
 from keepsight.errors import NotStored, StoreError
 from keepsight.store import DiskStore, health
 from keepsight.store.writer import Writer
+from keepsight.system import digests
 from keepsight.system.accounts import under_salt
 
 TEXT = "What is it?"

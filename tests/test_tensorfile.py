@@ -31,7 +31,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -40,6 +39,7 @@ from keepsight.errors import (
     WrongFormatVersion,
 )
 from keepsight.formats import tensorfile
+from keepsight.system import digests
 
 DTYPES = list(tensorfile._DTYPES.values())
 Tensors = dict[str, torch.Tensor]

@@ -40,7 +40,6 @@ from hypothesis.stateful import (
 )
 
 import keepsight as ks
-from keepsight import digests
 from keepsight.errors import InputError, PinsFull
 from keepsight.prefix.match import Known
 from keepsight.prefix.node import DEVICE, HOST, Node
@@ -48,6 +47,7 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.residency import Residency
 from keepsight.prefix.tree import Tree
 from keepsight.store import NOTHING, About
+from keepsight.system import digests
 from keepsight.system.accounts import under_salt
 
 HUGE = 1 << 40

@@ -18,13 +18,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 import keepsight
-from keepsight import digests
 from keepsight.bench.contestants import now
 from keepsight.bench.measure import TOKENS, Bench, Round, Say, first_tokens, guard, ratio
 from keepsight.bench.options import Scale
 from keepsight.bench.workloads import Pictures, assistant, user, words
 from keepsight.kinds import Message, Record
 from keepsight.media.sources import decode_bytes
+from keepsight.system import digests
 from keepsight.vlm import VLM
 
 # Where the files are when a restart begins; only some systems can drop them from the page cache.

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import digests
 from keepsight.core.decoding.forward import LanguageModel, Stretch, ordinary_ids
 from keepsight.core.decoding.lane_mixer import MixerLayer
 from keepsight.core.decoding.state import Lane
@@ -55,6 +54,7 @@ from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
 from keepsight.prefix.prompt import Prompt
 from keepsight.store import Store
+from keepsight.system import digests
 
 logger = logging.getLogger(__name__)
 

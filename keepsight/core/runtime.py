@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keepsight import digests
 from keepsight.core.any_cut import AnyCut, Finding
 from keepsight.core.call import Call
 from keepsight.core.decoding.state import Shape
@@ -46,6 +45,7 @@ from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.prompt.render import Name, Renderer
 from keepsight.store import Store
+from keepsight.system import digests
 from keepsight.system.accounts import account_of
 from keepsight.system.lock import FairLock, Mutex
 from keepsight.system.units import parse_bytes, parse_seconds

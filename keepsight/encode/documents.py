@@ -16,12 +16,12 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from keepsight import digests
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError
 from keepsight.media.clips import open_clip
 from keepsight.media.pictures import MAX_PIXELS
 from keepsight.media.sources import Source, file_label, open_source
+from keepsight.system import digests
 from keepsight.system.lock import FairLock
 from keepsight.system.optional import optional
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepsight import digests
 from keepsight.encode.items import Item
 from keepsight.encode.places import Encoded, Place
 from keepsight.errors import FileError, StoreError
@@ -24,7 +23,7 @@ from keepsight.formats.package import KIND, Package
 from keepsight.kinds import Record
 from keepsight.media.medium import Medium
 from keepsight.media.sources import Source
-from keepsight.system import private_files
+from keepsight.system import digests, private_files
 from keepsight.system.places import expanded
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepsight import digests
 from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.media.sources import (
     MAX_BYTES,
@@ -24,6 +23,7 @@ from keepsight.media.sources import (
     open_source,
     read_bytes,
 )
+from keepsight.system import digests
 from keepsight.system.words import check_dpi
 
 # File types taken from a folder; a file named directly or by a glob with a suffix is always tried.

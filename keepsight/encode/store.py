@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keepsight import digests
 from keepsight.encode.items import Item
 from keepsight.encode.places import Encoded, Place
 from keepsight.errors import InputError, ModelError, NotStored
@@ -22,6 +21,7 @@ from keepsight.media.medium import Medium
 from keepsight.media.sources import Source
 from keepsight.store import About
 from keepsight.store.contract import Name
+from keepsight.system import digests
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

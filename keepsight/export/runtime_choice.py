@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoConfig
 
-from keepsight import digests, vlm
+from keepsight import vlm
 from keepsight.core.settings import WRAP_DEFAULTS, check_options
 from keepsight.core.signatures import shows
 from keepsight.errors import (
@@ -39,6 +39,7 @@ from keepsight.kinds import DeviceMap, Dtype, Options, Wrapping
 from keepsight.models import loading
 from keepsight.runtimes.load import refuse_options
 from keepsight.runtimes.manifest import is_export, read
+from keepsight.system import digests
 from keepsight.system.places import expanded
 from keepsight.system.words import TORCH_WEIGHTS, check_export_place, check_together
 from keepsight.vlm import VLM

@@ -1,1 +1,1 @@
-"""The file formats that Keepsight writes, one file each. May import digests, system and below."""
+"""The file formats that Keepsight writes, one file each. May import system and below."""

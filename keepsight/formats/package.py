@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from keepsight import digests
 from keepsight.errors import DamagedFile, InputError
 from keepsight.formats import codecs, engine_inputs, tensorfile
 from keepsight.kinds import Grid, Record
-from keepsight.system import html
+from keepsight.system import digests, html
 from keepsight.system.devices import to_devices
 from keepsight.system.places import expanded
 

@@ -28,7 +28,6 @@ from typing import BinaryIO
 
 import torch
 
-from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -38,7 +37,7 @@ from keepsight.errors import (
     WrongFormatVersion,
 )
 from keepsight.kinds import Record
-from keepsight.system import private_files
+from keepsight.system import digests, private_files
 
 Where = Path | str
 MAX_HEADER = 64 << 20

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip, Record
 from keepsight.media.sources import Fetch, Source, as_array, fetched, file_label, read_bytes
 from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, SAMPLED, VideoFile
+from keepsight.system import digests
 from keepsight.system.optional import optional
 
 FILES = (str, os.PathLike, bytes, bytearray, memoryview)

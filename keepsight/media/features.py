@@ -13,7 +13,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from keepsight import digests
 from keepsight.errors import FileError, ImageError, InputError, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Grid, Record
@@ -28,6 +27,7 @@ from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import videos_by_step
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.store import About, Store
+from keepsight.system import digests
 
 _VIDEOS = 8  # videos whose step names are remembered
 _COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for videos

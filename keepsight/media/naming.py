@@ -12,7 +12,6 @@ import copy
 from dataclasses import dataclass
 from functools import partial
 
-from keepsight import digests
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
 from keepsight.kinds import Clip, Decoded, Options, Processor, Record
 from keepsight.media.caches import MediaCaches
@@ -23,6 +22,7 @@ from keepsight.media.video_files import chooser
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of, videos_by_step
 from keepsight.store import About, Store
+from keepsight.system import digests
 
 FILE = "file"  # field of a note for the file name or URL of its picture
 

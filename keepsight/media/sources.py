@@ -29,12 +29,12 @@ import PIL
 import torch
 from PIL import Image
 
-from keepsight import digests
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
 from keepsight.kinds import Clip, Decoded
 from keepsight.media import pictures
 from keepsight.media.pictures import check_size
 from keepsight.media.video_files import VideoFile
+from keepsight.system import digests
 
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters decoded at once; each four are three bytes

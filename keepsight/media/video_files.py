@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip, Processor, Record
 from keepsight.media.pictures import check_size
+from keepsight.system import digests
 from keepsight.system.optional import optional
 
 MAX_FRAMES = 100_000

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from keepsight import digests
 from keepsight.formats.package import Package, feature_id, identity
 from keepsight.kinds import Grid, Record
 from keepsight.media.medium import Medium, VideoStep
 from keepsight.models import huge
+from keepsight.system import digests
 
 Tensors = dict[str, torch.Tensor]
 VIDEO_KEY = "film"  # in `about` of a step's package: the key of its video

@@ -36,7 +36,6 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from keepsight import digests
 from keepsight.errors import KeepsightError, ModelError, UnreadableWeights
 from keepsight.kinds import Processor, Record
 from keepsight.models import nameless, upstream
@@ -44,6 +43,7 @@ from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import AbsentTower, absent_parts
 from keepsight.models.partial_processor import NotLoaded
 from keepsight.models.silence import without_notes
+from keepsight.system import digests
 
 Plain = str | tuple["Plain", ...]
 Row = tuple[str, Plain]  # the path of a module, and how it differs

@@ -23,13 +23,13 @@ import transformers
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoModelForDecision, AutoModelForImageTextToText, PreTrainedModel
 
-from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models import demo_smol
 from keepsight.models.deciding import has_head
 from keepsight.models.partial_processor import partial_processor
 from keepsight.models.silence import without_short_bars
+from keepsight.system import digests
 from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}

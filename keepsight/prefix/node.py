@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from keepsight import digests
 from keepsight.prefix.prompt import Prompt, Span, common, shift
 from keepsight.store import Store
+from keepsight.system import digests
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import Fence, to_devices, to_host
 

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from keepsight import digests
 from keepsight.kinds import Grid, Record
 from keepsight.media.medium import Medium
+from keepsight.system import digests
 
 PASS = 2048  # most tokens of a pass
 APART, LONGEST = 16, 512  # tokens of a snapshot

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from blake3 import blake3
 
-from keepsight import digests
 from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
 from keepsight.kinds import Record
+from keepsight.system import digests
 
 NAME = "keepsight.json"
 FORMAT = 2

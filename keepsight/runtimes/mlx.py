@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from keepsight import digests
 from keepsight.core.decoding.lane_layer import LaneLayer
 from keepsight.core.decoding.state import Shape
 from keepsight.errors import UnsupportedInput
@@ -55,6 +54,7 @@ from keepsight.runtimes.weightless import (
     refuse_what_takes_weights,
     replace_encoder,
 )
+from keepsight.system import digests
 
 Masks = dict[str, Array]  # masks by kind of layer
 Compute = Callable[[dict[str, Tensor]], dict[str, Array]]

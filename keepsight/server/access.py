@@ -28,7 +28,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepsight import digests as digests
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server import log
@@ -36,6 +35,7 @@ from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError, from_error, from_validation
 from keepsight.server.schema import HEADER, Body, Unused
 from keepsight.server.turns import LARGE_BODY, account
+from keepsight.system import digests as digests
 from keepsight.system.accounts import under_salt
 
 if TYPE_CHECKING:

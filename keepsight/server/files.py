@@ -25,13 +25,13 @@ from fastapi.responses import Response
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from keepsight import digests
 from keepsight.kinds import Record
 from keepsight.server.access import Caller, visit_of
 from keepsight.server.errors import ApiError, invalid, missing, refused, unknown
 from keepsight.store import Store
 from keepsight.store.contract import CLOCK_SLACK
 from keepsight.store.files import PART, Folder, left_over
+from keepsight.system import digests
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service

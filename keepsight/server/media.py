@@ -22,7 +22,6 @@ import PIL
 from PIL import Image
 from pydantic import BaseModel
 
-from keepsight import digests
 from keepsight.errors import FileError, ImageError
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
@@ -40,6 +39,7 @@ from keepsight.server.files import Files
 from keepsight.server.parser import arguments_of
 from keepsight.server.schema import Unused, is_empty
 from keepsight.server.turns import LARGE_PICTURES, LARGE_TEXT, RenderedMessages
+from keepsight.system import digests
 from keepsight.system.optional import optional
 from keepsight.system.places import expanded
 

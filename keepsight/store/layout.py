@@ -11,10 +11,10 @@ import math
 import re
 import time
 
-from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
 from keepsight.store.contract import CLOCK_SLACK, About, EntryName, Name
+from keepsight.system import digests
 from keepsight.system.accounts import account_of
 
 # File name extensions: notes are only JSON, the others are tensor files.

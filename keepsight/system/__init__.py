@@ -1,2 +1,2 @@
 """Locks, forks, devices, units, optional libraries, HTML for notebooks, the end of
-the process. May import errors."""
+the process, digests. May import errors and kinds."""

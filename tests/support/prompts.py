@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight import digests
 from keepsight.kinds import Message
 from keepsight.prompt.messages import user_message
 from keepsight.stock.generate import Generated
+from keepsight.system import digests
 
 if TYPE_CHECKING:
     from keepsight.media.medium import Picture

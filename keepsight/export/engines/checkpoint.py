@@ -10,8 +10,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from keepsight import digests
 from keepsight.errors import InputError
+from keepsight.system import digests
 
 _FILES = ("config.json", "*.safetensors", "*.bin", "adapter_config.json")
 

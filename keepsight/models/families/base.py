@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -45,6 +44,7 @@ from keepsight.models.families.pixels import (
 from keepsight.models.families.tower_absent import absent_parts
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.renamed import EncoderOutput
+from keepsight.system import digests
 
 # Tokens that end a turn.
 TURN_ENDS = (

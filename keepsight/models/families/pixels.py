@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from keepsight import digests
 from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Grid, Record
+from keepsight.system import digests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""Identity: full 256-bit digests over framed, typed records. May import kinds.
+"""Identity: full 256-bit digests over framed, typed records.
 
 A digest is 64 hex characters of BLAKE3. Every part is framed as `tag, length, bytes`, so no two
 different lists of parts give the same bytes. The kind of record is the first part, so an image can
