@@ -32,11 +32,9 @@ from keepsight.errors import (
     WrongFormatVersion,
     WrongIdentity,
 )
-from keepsight.models.tested import TESTED
 from keepsight.runtimes import manifest
 from keepsight.runtimes.load import is_export, other_versions, read
 from keepsight.runtimes.onnx import OnnxSession
-from keepsight.stock import probe
 
 QUESTION = "What do you see?"
 FILES = [
@@ -408,18 +406,6 @@ def test_other_versions_are_told_and_do_not_stop_what_works(
     assert answers(folder) == answers(whole)
     (warning,) = (r.getMessage() for r in caplog.records if "was made with" in r.getMessage())
     assert f"{folder} was made with Transformers 99.0" in warning  # once
-
-
-def test_an_export_is_tried_with_a_newer_transformers(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-    true = probe._difference
-    monkeypatch.setattr(probe, "_difference", lambda *a: tried.append("") or true(*a))
-    monkeypatch.setitem(TESTED, "transformers", "5.22.0")
-    with ks.load(whole) as vlm:
-        assert tried
-        assert vlm.ask(picture(1), QUESTION, max_new_tokens=2).tokens
 
 
 # -- reading every byte, and remembering that ----------------------------------------------------

@@ -61,6 +61,7 @@ def test_warm_turn_touches_no_tower_no_processor_no_package(
 
     counting(demo.model.base_model.visual, "forward")
     counting(type(demo.processor.image_processor), "preprocess")
+    demo.chat([turn("Hello!")], max_new_tokens=1)  # from now on this processor's code is known
     session = demo.session()
     session.ask(LONG, picture(1))
     assert sorted(ran) == ["forward", "preprocess"]
