@@ -138,14 +138,19 @@ def test_arguments_fit_their_schema(server: Live, hurry: dict[str, float], part:
 
 def test_arguments_that_need_not_fit_are_records(server: Live, hurry: dict[str, float]) -> None:
     loose = [tool("go", {**PLACE, "not": {}}, strict=False)]
-    body: dict[str, Any] = {"tools": loose, "tool_choice": NAMED, "logit_bias": hurry}
+    body: dict[str, Any] = {
+        "tools": loose,
+        "tool_choice": NAMED,
+        "logit_bias": hurry,
+        "temperature": 0,
+    }
     [(name, arguments)] = calls_of(sent(server, **body))
     assert name == "go" and isinstance(arguments, dict)
     none = [tool("go", {"type": "object", "properties": {}})]
     assert calls_of(sent(server, tools=none, tool_choice=NAMED)) == [("go", {})]
     [(name, arguments)] = calls_of(
         sent(server, tools=[{"type": "function", "function": {"name": "go"}}], tool_choice=NAMED,
-             logit_bias=hurry)
+             logit_bias=hurry, temperature=0)
     )  # fmt: skip
     assert name == "go" and isinstance(arguments, dict)
 
