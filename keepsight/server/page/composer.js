@@ -11,6 +11,7 @@ import { Picture, isUsable, thumbnail } from "./pictures.js";
  */
 export function composer(options) {
   const pictures = [...(options.pictures ?? [])];
+  let sending = false;
   const tray = el("ul", { class: "tray", "aria-label": "Pictures for this question" });
   const trouble = el("p", { class: "trouble", role: "alert", hidden: true });
   const text = el("textarea", { id: options.id, rows: "1", enterkeyhint: "send", "aria-label": options.label, placeholder: options.placeholder });
@@ -90,12 +91,15 @@ export function composer(options) {
   async function send(said = text.value.trim()) {
     if (!said && !pictures.length) return;
     const asked = [...pictures];
+    if (sending) return;
+    sending = true;
     await Promise.all(asked.map((picture) => picture.looked));
+    sending = false;
     const broken = asked.filter((picture) => picture.state === "refused").map((picture) => picture.name);
     const words = broken.length ? `Remove ${broken.join(", ")} first: what cannot be read is not sent.` : options.onSend({ text: said, pictures: asked });
     say(words);
     if (words) return;
-    text.value = "";
+    if (text.value.trim() === said) text.value = ""; // a question to try leaves what is being written
     pictures.length = 0;
     changed();
   }
