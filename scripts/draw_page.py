@@ -23,7 +23,7 @@ from server_harness import served  # noqa: E402
 
 from keepsight.demo.scene import Scene  # noqa: E402
 
-SIZE = {"width": 880, "height": 640}
+SIZE = {"width": 1120, "height": 720}
 COLOURS = 128
 
 

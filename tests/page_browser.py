@@ -136,9 +136,17 @@ class Page:
         return self.answered()
 
     def menu(self, name: str) -> None:
-        """Open the menu and choose an entry."""
-        self.tab.get_by_role("button", name="Menu").click()
-        self.tab.locator("#menu").get_by_role("button", name=name, exact=True).click()
+        """Choose an entry of the side, which a narrow window opens from its menu."""
+        opener = self.tab.get_by_role("button", name="Menu")
+        if opener.is_visible():
+            opener.click()
+        self.tab.locator("#side").get_by_role("button", name=name, exact=True).click()
+
+    def delete(self, title: str) -> None:
+        """Delete a conversation, and say yes."""
+        self.menu(f"Delete the conversation: {title}")
+        self.tab.locator("#talks button", has_text="Really?").click()
+        expect(self.tab.locator("#talks li", has_text=title)).to_have_count(0)
 
     def answered(self) -> Any:
         """The last answer, when it is whole."""
@@ -152,8 +160,8 @@ class Page:
 
     def cached(self) -> tuple[int, int]:
         """Tokens remembered and tokens of the prompt, as the last answer says."""
-        text = self.answers.last.locator(".numbers").text_content()
-        found = re.search(r"(\d+) of (\d+) prompt tokens remembered", text)
+        text = self.answers.last.locator(".counts").text_content()
+        found = re.search(r"remembered (\d+) of (\d+) prompt tokens", text)
         assert found, text
         return int(found[1]), int(found[2])
 

@@ -34,6 +34,7 @@ from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 DEMO_SMOL = "demo-smol"
+DEMOS = (*DEMO, DEMO_SMOL)
 _UNKNOWN_TYPE = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+)Config'>")
 Rows = list[list[str | int | None]]  # per file: name, size, times and inode
 

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -24,7 +23,8 @@ from starlette.types import ASGIApp
 from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
-from keepsight.server import cache, chat, completions, decisions, files, responses, schema
+from keepsight.models.loading import DEMOS
+from keepsight.server import cache, chat, completions, decisions, files, responses, schema, site
 from keepsight.server.access import ANSWERS, BODIES, RequestMiddleware, to_api_error, visit_of
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
@@ -50,12 +50,12 @@ def build(service: Service) -> ASGIApp:
     ]
     for router in routers:
         app.include_router(router, responses=_REFUSALS)
-    app.include_router(_page_routes())
+    app.include_router(site.routes(demo=service.model.name in DEMOS))
     _plain_routes(app, service)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     known = [*app.routes, *(route for router in routers for route in router.routes)]
-    paths = {"/", *FILES, "/docs", *(one.path for one in known if isinstance(one, APIRoute))}
+    paths = {"/", *site.FILES, "/docs", *(one.path for one in known if isinstance(one, APIRoute))}
     outer: ASGIApp = RequestMiddleware(app, service, paths)
     if service.config.allow_origin:
         outer = CORSMiddleware(
@@ -194,54 +194,3 @@ async def _only_known(request: Request) -> None:  # a thread costs more than thi
 
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
-
-_FOLDER = Path(__file__).parent / "page"
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify"
-)
-_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-}
-FILES = {
-    f"/page/{path.relative_to(_FOLDER).as_posix()}": path
-    for path in sorted(_FOLDER.rglob("*"))
-    if path.suffix in _TYPES
-}
-
-
-def _page_routes() -> APIRouter:
-    """The page and its files; other names are not found."""
-    router = APIRouter(include_in_schema=False)
-
-    @router.get("/")
-    async def page() -> Response:
-        return _sent(_FOLDER / "index.html")
-
-    @router.get("/docs")
-    async def docs() -> Response:
-        return _sent(_FOLDER / "docs.html")
-
-    @router.get("/page/{name:path}")
-    async def beside(name: str) -> Response:
-        path = FILES.get(f"/page/{name}")
-        if path is None:
-            raise ApiError(404, "there is no such file beside the page", code="not_found")
-        return _sent(path)
-
-    return router
-
-
-def _sent(path: Path) -> Response:
-    return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)

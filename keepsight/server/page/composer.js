@@ -2,7 +2,7 @@
 // page and, while a question is edited, in its place.
 
 import { announce, button, el } from "./dom.js";
-import { sorted, thumbnail } from "./pictures.js";
+import { Picture, isUsable, thumbnail } from "./pictures.js";
 
 /**
  * A composer. `options`: label, send (its word), onSend({text, pictures}), onCancel, onChange, model().
@@ -11,24 +11,17 @@ import { sorted, thumbnail } from "./pictures.js";
  */
 export function composer(options) {
   const pictures = [...(options.pictures ?? [])];
-  const tray = el("ul", { class: "tray", "aria-label": "Pictures for this question", hidden: true });
+  let sending = false;
+  const tray = el("ul", { class: "tray", "aria-label": "Pictures for this question" });
   const trouble = el("p", { class: "trouble", role: "alert", hidden: true });
-  const text = el("textarea", {
-    id: options.id, rows: "1", enterkeyhint: "send", "aria-label": options.label, placeholder: options.placeholder,
-  });
-  const chooser = el("input", {
-    type: "file", accept: "image/*,application/pdf,.pdf,.heic,.heif", multiple: true, tabindex: "-1",
-    class: "unseen", "aria-label": "Pictures or PDFs",
-  });
+  const text = el("textarea", { id: options.id, rows: "1", enterkeyhint: "send", "aria-label": options.label, placeholder: options.placeholder });
+  const chooser = el("input", { type: "file", accept: "image/*,application/pdf,.pdf,.heic,.heif", multiple: true, tabindex: "-1", class: "unseen", "aria-label": "Pictures or PDFs" });
   const hint = el("p", { class: "hint", hidden: true });
-  const ask = el("button", { class: "main send", text: options.send });
-  const halt = button("Stop", () => options.onStop(), { class: "stop", title: "Escape", hidden: true });
-  const form = el("form", { class: "composer" }, hint, tray, trouble,
-    el("div", { class: "line" },
-      button("Add", () => chooser.click(), { class: "add", "aria-label": "Add pictures or PDFs", title: "Add pictures or PDFs" }),
-      chooser, text,
-      options.onCancel ? button("Cancel", options.onCancel) : null,
-      ask, halt));
+  const ask = button(options.send, () => send(), { icon: "send", class: "main" });
+  const halt = button("Stop", () => options.onStop(), { icon: "stop", class: "main stop", hidden: true });
+  const element = el("div", { class: "composer" }, hint, tray, trouble, el("div", { class: "line" },
+    button("Add pictures or PDFs", () => chooser.click(), { icon: "add", class: "add" }), chooser, text,
+    options.onCancel ? button("Cancel", options.onCancel) : null, ask, halt));
   text.value = options.text ?? "";
 
   function say(words) {
@@ -39,105 +32,94 @@ export function composer(options) {
   /** Whether an answer comes, which can be stopped. */
   function busy(is) {
     const focused = document.activeElement === (is ? ask : halt);
-    ask.hidden = is;
-    halt.hidden = !is;
+    [ask.hidden, halt.hidden] = [is, !is];
     if (focused) (is ? halt : text).focus();
   }
 
   /** What the next question will do, with a way out of it; or nothing. */
   function advise(words, ...ways) {
-    hint.hidden = !words;
-    hint.replaceChildren(...(words ? [el("span", { text: words }), ...ways] : []));
+    hint.hidden = !words && !ways.length;
+    hint.replaceChildren(el("span", { text: words }), ...ways);
   }
 
-  const changed = () => options.onChange?.();
-
-  function drawTray() {
-    tray.replaceChildren(...pictures.map((picture) => chip(picture, remove)));
+  function draw() {
+    tray.replaceChildren(...pictures.map((picture) => el("li", { class: `chip ${picture.state}` }, thumbnail(picture),
+      el("span", { class: "name", text: picture.name }), el("span", { class: "words", text: picture.words }),
+      button(`Remove ${picture.name}`, () => remove(picture), { icon: "close", class: "remove" }))));
     tray.hidden = !pictures.length;
+    text.style.height = "auto";
+    text.style.height = `${Math.min(text.scrollHeight + 2, 240)}px`;
+  }
+
+  function changed() {
+    draw();
+    options.onChange?.();
   }
 
   function remove(picture) {
     const spot = pictures.indexOf(picture);
     pictures.splice(spot, 1);
-    drawTray();
+    say("");
     changed();
     announce(`${picture.name} removed`);
     (tray.querySelectorAll("button")[Math.min(spot, pictures.length - 1)] ?? text).focus();
   }
 
   async function add(files) {
-    const { pictures: found, refused } = sorted(files);
+    const refused = [...files].filter((file) => !isUsable(file)).map((file) => file.name);
+    const found = [...files].filter(isUsable).map((file) => new Picture(file));
     say(refused.length ? `${refused.join(", ")}: neither a picture nor a PDF.` : "");
     pictures.push(...found);
-    drawTray();
     changed();
-    if (found.length) announce(`${found.map((p) => p.name).join(", ")} added`);
+    if (found.length) announce(`${found.map((picture) => picture.name).join(", ")} added`);
     text.focus();
     await look(found);
     changed(); // the draft has them as they are sent
   }
 
-  /** Until the server has said what it serves, pictures wait; lookAgain comes then. */
-  function look(some) {
-    if (!options.model()) return Promise.resolve();
-    return Promise.all(some.map((picture) => picture.look(options.model()).then(drawTray)));
+  /** Until the server has said what it serves, pictures wait; look comes again then. */
+  async function look(some = pictures) {
+    if (!options.model()) return;
+    await Promise.all(some.map(async (picture) => {
+      picture.looked = picture.look(options.model());
+      await picture.looked;
+      draw();
+      if (picture.state === "refused") announce(`${picture.name}: ${picture.words}`);
+    }));
   }
 
-  function send() {
-    const said = text.value.trim();
+  async function send(said = text.value.trim()) {
     if (!said && !pictures.length) return;
-    const broken = pictures.filter((picture) => picture.state === "refused").map((picture) => picture.name);
-    const trouble = broken.length ? `Remove ${broken.join(", ")} first: what cannot be read is not sent.`
-      : options.onSend({ text: said, pictures: [...pictures] });
-    say(trouble);
-    if (trouble) return;
-    text.value = "";
+    const asked = [...pictures];
+    if (sending) return;
+    sending = true;
+    await Promise.all(asked.map((picture) => picture.looked));
+    sending = false;
+    const broken = asked.filter((picture) => picture.state === "refused").map((picture) => picture.name);
+    const words = broken.length ? `Remove ${broken.join(", ")} first: what cannot be read is not sent.` : options.onSend({ text: said, pictures: asked });
+    say(words);
+    if (words) return;
+    if (text.value.trim() === said) text.value = ""; // a question to try leaves what is being written
     pictures.length = 0;
-    drawTray();
-    fit();
     changed();
   }
-
-  /** What is written and not yet asked. */
-  const contents = () => ({ text: text.value, pictures: [...pictures] });
 
   /** Put back what was written before the page was loaded anew. */
   function restore(draft) {
     if (text.value || pictures.length) return;
     text.value = draft.text;
     pictures.push(...draft.pictures);
-    drawTray();
-    fit();
-    look(draft.pictures);
+    draw();
+    look();
   }
 
-  function fit() {
-    text.style.height = "auto";
-    text.style.height = `${Math.min(text.scrollHeight + 2, 240)}px`;
-  }
-
-  form.addEventListener("submit", (event) => (event.preventDefault(), send()));
-  text.addEventListener("input", () => (fit(), changed()));
+  text.addEventListener("input", changed);
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) (event.preventDefault(), send());
     if (event.key === "Escape" && options.onCancel) (event.stopPropagation(), options.onCancel());
   });
-  text.addEventListener("paste", (event) => {
-    if (!event.clipboardData.files.length) return;
-    event.preventDefault();
-    add(event.clipboardData.files);
-  });
   chooser.addEventListener("change", () => (add([...chooser.files]), (chooser.value = "")));
-  drawTray();
-  requestAnimationFrame(fit);
-  const lookAgain = (all) => look(pictures.filter((picture) => all || ["refused", "unknown", "looking"].includes(picture.state)));
-  return { form, add, lookAgain, busy, advise, contents, restore, focus: () => text.focus() };
-}
-
-function chip(picture, remove) {
-  return el("li", { class: `chip ${picture.state}` }, thumbnail(picture),
-    el("span", { class: "name", text: picture.name }),
-    el("span", { class: "words", text: picture.words }),
-    button("×", () => remove(picture), { "aria-label": `Remove ${picture.name}`, class: "remove" }));
+  draw();
+  requestAnimationFrame(draw);
+  return { element, add, look, send, busy, advise, restore, contents: () => ({ text: text.value, pictures: [...pictures] }), focus: () => text.focus() };
 }
