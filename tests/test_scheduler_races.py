@@ -13,8 +13,9 @@ import pytest
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight import Together, digests
+from keepsight import Together
 from keepsight.errors import ModelKeepsChanging
+from keepsight.system import digests
 
 GREEDY = {"do_sample": False}
 
