@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Sequence
@@ -33,9 +34,13 @@ __all__ = [
 ]
 
 
-@functools.cache
 def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Model and processor of one family; the same weights each time."""
+    """Model and processor of one family: the same weights each time, the caller's to change."""
+    return copy.deepcopy(_first(kind, dtype))
+
+
+@functools.cache
+def _first(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return built(ALL[kind], dtype)
 
 

@@ -212,7 +212,7 @@ def test_a_package_whose_grid_lies(kind: str, name: str, grid: list[Any]) -> Non
 
 
 def test_a_text_model_that_sees_both_ways_is_refused() -> None:
-    model = copy.copy(build("gemma3")[0])
+    model = build("gemma3")[0]
     model.config = copy.deepcopy(model.config)
     model.config.text_config.use_bidirectional_attention = True
     with pytest.raises(ks.errors.UnsupportedModel, match="in both directions"):

@@ -3,6 +3,7 @@ is its end; each state is compared with a fresh wrap."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -27,11 +28,9 @@ SAME_BITS = {"another_attention"}  # those that need not change the logits of a 
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[tuple[Any, Any]]:
-    """A model of their own for these tests, which leave it as they found it."""
-    build.cache_clear()
-    yield build("qwen3_vl")
-    build.cache_clear()
+def parts() -> tuple[Any, Any]:
+    """One model for all these tests, which leave it as they found it."""
+    return build("qwen3_vl")
 
 
 @pytest.fixture
@@ -111,17 +110,16 @@ def test_a_configuration_that_a_forward_reads(vlm: Any) -> None:
 
 def test_casts_are_changes_and_so_is_the_way_back(vlm: Any) -> None:
     first, named = logits(vlm, MESSAGES), namespace(vlm)
-    weights = {name: tensor.clone() for name, tensor in vlm.model.state_dict().items()}
+    kept = copy.deepcopy(vlm.model)
     vlm.model.bfloat16()
     try:
         assert torch.equal(logits(vlm, MESSAGES), cold(vlm, MESSAGES))
         assert namespace(vlm) != named
     finally:
-        build.cache_clear()
-        vlm.model.float().load_state_dict(weights)
-        for path, module in build("qwen3_vl")[0].named_modules():  # tables that are not saved
-            for name in module._non_persistent_buffers_set:
-                vlm.model.get_submodule(path)._buffers[name].copy_(module._buffers[name])
+        vlm.model.float()
+        wide = [*kept.parameters(), *kept.buffers()]
+        for ours, was in zip([*vlm.model.parameters(), *vlm.model.buffers()], wide, strict=True):
+            ours.data.copy_(was)
     assert namespace(vlm) == named and torch.equal(logits(vlm, MESSAGES), first)
 
 
@@ -272,7 +270,7 @@ def test_a_part_in_training_mode_is_refused_where_it_is_random(vlm: Any) -> None
 def test_the_scale_of_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
     """In a session, and over a store."""
     peft = pytest.importorskip("peft")
-    model, processor = build.__wrapped__("qwen3_vl")
+    model, processor = build("qwen3_vl")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     with ks.wrap(model, processor, store=tmp_path) as vlm:
@@ -305,7 +303,6 @@ def test_the_scale_of_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
 
 def test_an_adapter_folder_is_bound_to_its_base_and_its_settings(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    build.cache_clear()
     base, store = folder_of("qwen3_vl", tmp_path / "base"), tmp_path / "store"
     model, processor = build("qwen3_vl")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -313,7 +310,6 @@ def test_an_adapter_folder_is_bound_to_its_base_and_its_settings(tmp_path: Path)
     adapter = tmp_path / "adapter"
     model.name_or_path = str(base)
     model.save_pretrained(adapter)
-    build.cache_clear()
     settings = adapter / "adapter_config.json"
     record = json.loads(settings.read_text()) | {"base_model_name_or_path": str(base)}
     settings.write_text(json.dumps(record))

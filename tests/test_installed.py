@@ -246,7 +246,7 @@ def test_a_generate_of_somebody_elses(parts: tuple[Any, Any]) -> None:
 
 
 def test_copied_pickled_trained_and_moved() -> None:
-    model, processor = build.__wrapped__("qwen3_vl")  # one without hooks that cannot be pickled
+    model, processor = build("qwen3_vl")  # one without hooks that cannot be pickled
     wanted = script(model, processor, FIRST)
     with ks.installed(model, processor) as vlm:
         script(model, processor, FIRST)

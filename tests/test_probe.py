@@ -62,15 +62,10 @@ def test_without_a_processor_nothing_can_be_tried() -> None:
 def test_a_blind_model_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = build("llava")
     monkeypatch.setattr(families, "SUPPORTED", {})
-    before: Any = model.base_model.multi_modal_projector.linear_2.weight.data.clone()
-    try:
-        for parameter in model.base_model.multi_modal_projector.parameters():
-            parameter.data.zero_()
-        with pytest.raises(UnsupportedModel, match="hardly depend"):
-            ks.wrap(model, processor)
-    finally:
-        build.cache_clear()
-        del before
+    for parameter in model.base_model.multi_modal_projector.parameters():
+        parameter.data.zero_()
+    with pytest.raises(UnsupportedModel, match="hardly depend"):
+        ks.wrap(model, processor)
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,8 @@ class Fixed(OnePass):
 
 
 @pytest.fixture
-def parts() -> Iterator[tuple[Any, Any]]:
-    """A model of its own, since these tests change its layers."""
-    build.cache_clear()
-    yield build("qwen3_vl")
-    build.cache_clear()
+def parts() -> tuple[Any, Any]:
+    return build("qwen3_vl")
 
 
 def put_in(model: Any, kind: type[torch.nn.Module]) -> None:
@@ -182,21 +178,17 @@ def test_layers_that_treat_each_token_alone_are_taken(
 @pytest.mark.parametrize("hybrid", ["qwen3_vl", "qwen3_5", "sliding"])
 def test_a_model_that_needs_no_inference_mode(tmp_path: Path, hybrid: str) -> None:
     """All ways to and from a lane: a store, a batch, requests together, the device tier."""
-    build.cache_clear()
     model, processor = build(hybrid)
     layer = model.get_decoder().layers[-1].self_attn.q_proj
     layer.weight = torch.nn.Parameter(in_eight_bits(layer.weight), requires_grad=False)
-    try:
-        for _ in range(2):
-            with ks.wrap(model, processor, store=tmp_path, cache_budget="1MiB") as vlm:
-                for messages in (FIRST, SECOND, OTHER, SECOND):
-                    assert torch.equal(logits(vlm, messages), cold(vlm, messages))
-                assert vlm.verify(SECOND, stock=True).equal
-                with ks.Together(vlm) as together:
-                    tickets = [together.submit(m, max_new_tokens=3) for m in (FIRST, OTHER)]
-                    assert all(ticket.result().tokens for ticket in tickets)
-    finally:
-        build.cache_clear()
+    for _ in range(2):
+        with ks.wrap(model, processor, store=tmp_path, cache_budget="1MiB") as vlm:
+            for messages in (FIRST, SECOND, OTHER, SECOND):
+                assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+            assert vlm.verify(SECOND, stock=True).equal
+            with ks.Together(vlm) as together:
+                tickets = [together.submit(m, max_new_tokens=3) for m in (FIRST, OTHER)]
+                assert all(ticket.result().tokens for ticket in tickets)
 
 
 class Opaque(torch.Tensor):
@@ -293,21 +285,17 @@ def test_weights_that_cannot_be_read_are_refused_by_name(parts: tuple[Any, Any])
 def test_tokens_trained_by_an_adapter(kind: str, tmp_path: Path) -> None:
     """PEFT wraps the table of embeddings then, and the wrapper does not know its size."""
     peft = pytest.importorskip("peft")
-    build.cache_clear()
     model, processor = build(kind)
     config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[40, 41])
     model.add_adapter(config)
     model.eval()
-    try:
-        with ks.wrap(model, processor) as vlm:
-            out = vlm.generate(**stock_inputs(processor, FIRST), max_new_tokens=1)
-            assert out.shape[0] == 1
-            vlm.encode(picture(1)).save(tmp_path / "one.sight")
-            package = ks.Package.load(tmp_path / "one.sight")
-            assert vlm.ask(package, "What is it?", max_new_tokens=1).usage.images_encoded == 0
-            assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
-    finally:
-        build.cache_clear()
+    with ks.wrap(model, processor) as vlm:
+        out = vlm.generate(**stock_inputs(processor, FIRST), max_new_tokens=1)
+        assert out.shape[0] == 1
+        vlm.encode(picture(1)).save(tmp_path / "one.sight")
+        package = ks.Package.load(tmp_path / "one.sight")
+        assert vlm.ask(package, "What is it?", max_new_tokens=1).usage.images_encoded == 0
+        assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
 
 
 def test_experts_in_a_dtype_that_torch_has_no_product_for() -> None:

@@ -569,9 +569,8 @@ def test_direct_calls_take_their_turns() -> None:
     assert found == {n: wanted[n][:10] for n in (3, 4)}
 
 
-@contextmanager
-def changed_once(weight: torch.Tensor) -> Iterator[Callable[..., None]]:
-    """What changes a weight when it is called first; at the end the weight is as before."""
+def changing(weight: torch.Tensor) -> Callable[..., None]:
+    """What changes a weight when it is called first."""
     kept = weight.detach().clone()
 
     def change(*_: Any) -> None:
@@ -579,19 +578,16 @@ def changed_once(weight: torch.Tensor) -> Iterator[Callable[..., None]]:
             with torch.no_grad():
                 weight.mul_(1.5)
 
-    try:
-        yield change
-    finally:
-        with torch.no_grad():
-            weight.copy_(kept)
+    return change
 
 
 def test_weights_that_change_between_two_chunks() -> None:
     """The prompt is begun again: no snapshot may be half of the old weights, half of the new."""
-    norm = build("qwen3_vl")[0].get_decoder().layers[0].input_layernorm.weight
     long = [turn(LONG), turn(LONG), turn("What?")]
-    with changed_once(norm) as change, served() as together:
+    with served() as together:
         vlm = together._vlm
+        norm = vlm.model.get_decoder().layers[0].input_layernorm.weight
+        change = changing(norm)
         with vlm.runtime.lock:
             asked = together.submit(long, max_new_tokens=6, **GREEDY)
             together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
@@ -602,12 +598,12 @@ def test_weights_that_change_between_two_chunks() -> None:
 
 def test_a_prompt_that_is_begun_again_tells_where_its_features_came_from_then() -> None:
     """Other weights make other features: what the first beginning had found is of no use."""
-    model = build("qwen3_vl")[0]
-    weight, asked = model.base_model.visual.patch_embed.proj.weight, [turn(LONG, picture(1))]
-    asked += [turn(LONG, picture(2)), turn("What?")]
-    with changed_once(weight) as change, served() as together:
+    asked = [turn(LONG, picture(1)), turn(LONG, picture(2)), turn("What?")]
+    with served() as together:
         vlm = together._vlm
+        weight = vlm.model.base_model.visual.patch_embed.proj.weight
         vlm.encode([picture(1), picture(2)])
+        change = changing(weight)
         with vlm.runtime.lock:
             ticket = together.submit(asked, max_new_tokens=2, **GREEDY)
             together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
@@ -618,14 +614,13 @@ def test_a_prompt_that_is_begun_again_tells_where_its_features_came_from_then() 
 
 def test_decoded_state_of_two_weights_is_not_kept() -> None:
     """It would be found by whoever goes back to the weights that began it: as with adapters."""
-    norm = build("qwen3_vl")[0].get_decoder().layers[0].input_layernorm.weight
     asked = [turn("Look. " * 20, picture(1))]
     with ks.wrap(*build("qwen3_vl")) as vlm:
-        with changed_once(norm) as change:
-            pieces = vlm.stream(asked, max_new_tokens=8, **GREEDY)
-            next(pieces)
-            change()
-            list(pieces)
+        change = changing(vlm.model.get_decoder().layers[0].input_layernorm.weight)
+        pieces = vlm.stream(asked, max_new_tokens=8, **GREEDY)
+        next(pieces)
+        change()
+        list(pieces)
         vlm.explain(asked)
         assert all(node.end <= vlm.render(asked).ids.size for node in vlm.runtime.tree.nodes())
 

@@ -189,7 +189,7 @@ def training(layer: Any, given: Any, out: Any) -> None:
 
 
 def test_a_model_that_changes_in_each_pass_ends_with_its_name() -> None:
-    model, processor = build.__wrapped__("qwen3_vl")
+    model, processor = build("qwen3_vl")
     handle = model.get_decoder().layers[0].mlp.register_forward_hook(training)
     long = [turn("Please look at this picture very carefully. " * 6, picture(1), picture(2))]
     try:

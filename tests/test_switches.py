@@ -73,11 +73,9 @@ SWITCHES: dict[str, Switch] = {
 @pytest.fixture
 def vlm() -> Iterator[Any]:
     """A model of its own, since some of these tests cast it."""
-    build.cache_clear()
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor) as vlm:
         yield vlm
-    build.cache_clear()
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -198,15 +196,12 @@ def test_features_made_while_weights_changed_are_not_remembered(vlm: Any) -> Non
 def test_snapshots_in_a_store_are_known_again_in_each_dtype(tmp_path: Any) -> None:
     """The shape of a snapshot belongs to the dtype: after a cast entries were taken for damaged."""
     model, processor = build("qwen3_5")
-    try:
-        for rounds in range(2):
-            with ks.wrap(model, processor, store=tmp_path) as vlm:
-                for dtype in (torch.float32, torch.bfloat16, torch.float32):
-                    model.to(dtype)
-                    assert bool(vlm.prepare(FIRST).cached_tokens) == bool(rounds)
-                    vlm.clear()
-    finally:
-        build.cache_clear()
+    for rounds in range(2):
+        with ks.wrap(model, processor, store=tmp_path) as vlm:
+            for dtype in (torch.float32, torch.bfloat16, torch.float32):
+                model.to(dtype)
+                assert bool(vlm.prepare(FIRST).cached_tokens) == bool(rounds)
+                vlm.clear()
 
 
 def test_what_runs_the_experts_is_part_of_the_namespace() -> None:

@@ -25,11 +25,9 @@ MESSAGES = [turn("Please look at this picture very carefully and tell what it is
 @pytest.fixture
 def vlm() -> Iterator[Any]:
     """A model of its own, since these tests change its weights."""
-    build.cache_clear()
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor) as vlm:
         yield vlm
-    build.cache_clear()
 
 
 def test_language_weights_leave_packages_alone(vlm: Any) -> None:
@@ -204,7 +202,6 @@ def test_layers_that_replace_their_weights_are_right_and_the_report_says_why_not
     None
 ):
     """As layers do whose weights are rounded in each pass."""
-    build.cache_clear()
     model, processor = build("qwen3_vl")
     layer = model.get_decoder().layers[0].mlp.down_proj
     plain = type(layer).forward
@@ -229,4 +226,3 @@ def test_layers_that_replace_their_weights_are_right_and_the_report_says_why_not
         for _ in range(2):
             reply = vlm.chat(MESSAGES, max_new_tokens=4, do_sample=False)
         assert reply.usage.cached_tokens and not reply.report.notes
-    build.cache_clear()
