@@ -121,7 +121,7 @@ class Preparing(TypedDict, total=False):
 
 
 class Wrapping(TypedDict, total=False):
-    """The options of `load` and `wrap`; docs/quickstart.md explains each."""
+    """The options of `load` and `wrap`; docs/settings.md explains each."""
 
     store: str | os.PathLike[str] | None
     store_budget: int | str | None

@@ -117,7 +117,7 @@ def wrap(
 
     Options: `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
     `remote`, `tenant`, `tenant_quota`, `ttl`, `accept_features`, `feature_codec`, `chat_template`,
-    `image_options`; docs/quickstart.md explains each.
+    `image_options`; docs/settings.md explains each.
     """
     check_options(options, "wrap")
     return VLM(model, processor, **options)

@@ -1,4 +1,4 @@
-"""Writes `docs/api.md` and `docs/errors.md` from signatures and docstrings.
+"""Writes `docs/api.md`, `docs/errors.md` and `docs/command-line.md` from the code.
 
 Run `python scripts/api_page.py` after one of them has changed; a test compares.
 """
@@ -9,8 +9,11 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import keepsight as ks
 from keepsight import training
+from keepsight.cli.app import app
 from keepsight.kinds import Answering, Generating, Wrapping
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -74,6 +77,43 @@ def errors() -> str:
     return "\n".join(lines) + "\n"
 
 
+def command_line() -> str:
+    """The page of commands, with their options, from what `--help` prints."""
+    lines = [
+        "# Command line",
+        "",
+        "Every command has `--help`. Examples of each stand in the guides.",
+    ]
+
+    def page_of(command: Any, path: str) -> None:
+        if hasattr(command, "commands"):
+            for name, child in command.commands.items():
+                page_of(child, f"{path} {name}")
+            return
+        context = typer.Context(command, info_name=path)
+        usage = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
+        told = " ".join((command.help or "").split()).replace("<", "&lt;")
+        lines.extend(["", f"## {path}", "", f"`{' '.join([path, *usage])}`", "", told])
+        rows = [row for param in command.params if (row := _option(param, context))]
+        if rows:
+            lines.extend(["", "| option | meaning |", "|---|---|", *rows])
+
+    page_of(typer.main.get_command(app), "keepsight")
+    return "\n".join(lines) + "\n"
+
+
+def _option(param: Any, context: Any) -> str:
+    """A row of a command's table; nothing for arguments and for `--help`."""
+    if param.param_type_name != "option" or param.name == "help" or getattr(param, "hidden", False):
+        return ""
+    names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
+    meaning = " ".join((param.help or "").split()).replace("|", "\\|")
+    default = param.get_default(context, call=False)
+    if default not in (None, "", (), [], False) and "efault" not in meaning:
+        meaning += f" Default: `{default}`."
+    return f"| {names} | {meaning} |"
+
+
 def described(name: str, value: Any, level: str) -> list[str]:
     """A function, or a class with its public methods."""
     lines = ["", f"{level} {name}", ""]
@@ -130,3 +170,4 @@ def _text(value: Any, between: str = "\n") -> str:
 if __name__ == "__main__":
     (DOCS / "api.md").write_text(api(), "utf-8")
     (DOCS / "errors.md").write_text(errors(), "utf-8")
+    (DOCS / "command-line.md").write_text(command_line(), "utf-8")

@@ -1,4 +1,4 @@
-"""Write the table of settings in `docs/server.md`; run it after a setting has changed."""
+"""Write the table of settings in `docs/settings.md`; run it after a setting has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from keepsight.server.config import table
 
-PAGE = Path(__file__).parents[1] / "docs/server.md"
+PAGE = Path(__file__).parents[1] / "docs/settings.md"
 TABLE = re.compile(r"\| setting \| default \| meaning \|\n(?:\|.*\n)+")
 
 if __name__ == "__main__":

@@ -343,7 +343,7 @@ def test_what_cannot_be_done_is_refused(server: Live, what: str) -> None:
 
 def test_every_field_has_its_place_in_the_docs() -> None:
     """Honoured, named or refused: what the schema has is in the table, and in the right row."""
-    page = (ROOT / "docs" / "server.md").read_text()
+    page = (ROOT / "docs" / "http.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:2] == "| "}
     named, refused = rows["named"], rows["refused"]
     everything = " ".join(rows[name] for name in ("honoured", "where the template can"))

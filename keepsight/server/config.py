@@ -1,7 +1,7 @@
 """Every setting of `keepsight serve` in one model.
 
 Flags, environment variables (`KEEPSIGHT_MAX_BODY`), the `--config` file and the table in
-`docs/server.md` come from it. A flag counts before the environment, and that before the file. A
+`docs/settings.md` come from it. A flag counts before the environment, and that before the file. A
 wrong value is refused with its name, the value and what was expected.
 """
 
