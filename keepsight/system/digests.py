@@ -23,6 +23,7 @@ from keepsight.kinds import Record
 SCHEMA = "keepsight-1"
 
 _FEW = 4096  # values examined first
+_LARGE = 8 << 20  # bytes that several threads hash
 _threads = [blake3.AUTO]
 # A forked process has none of BLAKE3's threads, and would wait for them forever.
 if hasattr(os, "register_at_fork"):  # Windows has no forks
@@ -33,8 +34,10 @@ Part = str | bytes | bytearray | int | float | bool | None | np.ndarray | torch.
 
 def digest(kind: str, *parts: Part | Iterable[object]) -> str:
     """The digest of a record: its kind and its parts, in order."""
-    # BLAKE3 hashes a tree, so threads change the time and never the result.
-    hasher = blake3(max_threads=_threads[0])
+    # BLAKE3 hashes a tree, so threads change the time and never the result. Fewer bytes are hashed
+    # sooner than other threads wake on a busy machine.
+    large = any(getattr(part, "nbytes", 0) >= _LARGE for part in parts)
+    hasher = blake3(max_threads=_threads[0] if large else 1)
     _frame(hasher, b"k", f"{SCHEMA}/{kind}".encode())
     for part in parts:
         _feed(hasher, part)
