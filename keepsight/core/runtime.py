@@ -273,29 +273,36 @@ class Runtime:
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
     def refresh(self, tenant: str = "", remembered: dict[str, str] | None = None) -> str:
-        """Check everything that results depend on; return the namespace."""
+        """Look whether the model or its settings changed, and return the namespace of a tenant."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
-        weights = self.weights
         with named_weights(self.model):
-            changed = weights.refresh(remembered)
+            changed = self.weights.refresh(remembered)
         if changed:
             self._follow_change()
-        if weights.state != self._read_at:
+        if self.weights.state != self._read_at:
             self._read_again()
         now = self._now()
+        variant = self._variant(now)
+        self._bind(tenant, now, variant)
+        return self._namespace(tenant, variant)
+
+    def _bind(self, tenant: str, now: Record, variant: str) -> None:
+        """Make vision and engine work under the present settings."""
+        weights, code = self.weights, self._processor_code.look()
         provenance, shared = self._provenance(now), not weights.vision_is_private
-        code = self._processor_code.look()
         self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared, code)
         self.visions.move_to_end(tenant)
-        variant = self._variant(now)
         self.engine.bind(variant)
         self.finding = self._any_cut.find(now)
         self.rule = replace(self._plain, kernels=self.finding.names)
+
+    def _namespace(self, tenant: str, variant: str) -> str:
+        """The name for all that changes bits, with a root in the tree."""
         namespace = digests.digest("namespace", variant, self.rule.record(), tenant)
         if namespace not in self.made_under:
-            self.made_under[namespace] = SnapshotOrigin(weights.all, tenant)
-            self.tree.root(namespace, tenant, self.store_of(tenant), weights.is_private)
+            self.made_under[namespace] = SnapshotOrigin(self.weights.all, tenant)
+            self.tree.root(namespace, tenant, self.store_of(tenant), self.weights.is_private)
             for empty in self.tree.drop_empty(namespace):
                 self.made_under.pop(empty, None)
         return namespace
