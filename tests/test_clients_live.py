@@ -30,6 +30,7 @@ PYTHON = {
     "langchain_client": ["langchain", "langchain-openai"],
     "litellm_client": ["litellm", "mcp"],
     "pydantic_ai_client": ["pydantic-ai-slim[openai]"],
+    "browser_use_client": ["browser-use"],
     "instructor_client": ["instructor"],
     "outlines_client": ["outlines[openai]", "pillow"],
     "smolagents_client": ["smolagents[openai]", "pillow"],
