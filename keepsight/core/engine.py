@@ -221,14 +221,13 @@ class Engine:
             self._finish(seq)
             return
         if seq.tokenizer is not None:
-            how = seq.sampler.stop, seq.sampler.skip_special_tokens
-            seq.detokenizer = Detokenizer(seq.tokenizer, *how)
+            chooser = seq.sampler
+            seq.detokenizer = Detokenizer(seq.tokenizer, chooser.stop, chooser.skip_special_tokens)
         # What was guessed wrong is taken back, which layers of fixed size do not allow.
         exact = bool(seq.rule.kernels) and not self.shape.has_states
         if self.guessing and exact and not self._family.step_inputs(1, len(seq.prompt) + 1):
             earlier = self.answers.of(seq.tenant)
-            of = (seq.prompt, earlier, self._costs, seq.room, seq.tally)
-            seq.guesses = Guesses(*of)
+            seq.guesses = Guesses(seq.prompt, earlier, self._costs, seq.room, seq.tally)
         _, over = self._take(seq, logits)
         if over:
             self._finish(seq)

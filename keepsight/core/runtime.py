@@ -104,9 +104,13 @@ class Runtime:
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.forget
         self.tree.beside = lambda: self.engine.lanes.nbytes + self.engine.decoder.pool_bytes
         tokenizer = getattr(processor, "tokenizer", None)
-        kind = (family.turn_ends(tokenizer), family.sees_whole_media, family.reuse)
-        states = shape.has_fixed
-        self.rule = self._plain = Rule(*kind, family.media_ends, states)
+        self.rule = self._plain = Rule(
+            turn_ends=family.turn_ends(tokenizer),
+            whole_media=family.sees_whole_media,
+            reuse=family.reuse,
+            media_ends=family.media_ends,
+            states=shape.has_fixed,
+        )
         self._any_cut = AnyCut(model, family, self.engine.decoder, weights, settings, owned, store)
         self.finding = Finding(None)
         self._compiled = Compiled(model, not family.packages_only)
@@ -120,8 +124,15 @@ class Runtime:
 
     def fresh(self, family: Family | None = None) -> Runtime:
         """A runtime with the same model, settings and lock, and nothing remembered."""
-        own = (self.model, family or self.family, self.processor, self.weights, self.settings)
-        other = Runtime(*own, None, self.renderer)
+        other = Runtime(
+            self.model,
+            family or self.family,
+            self.processor,
+            self.weights,
+            self.settings,
+            store=None,
+            renderer=self.renderer,
+        )
         other.lock, other.rule, other._plain = self.lock, self.rule, self._plain
         other._any_cut, other.finding = self._any_cut, self.finding
         self.weights.on_forget = self._any_cut.packing.forget
@@ -195,8 +206,8 @@ class Runtime:
         """The prompt of a conversation: token ids, media and their ranges. Nothing is encoded."""
         if (renderer := self.renderer) is None:
             raise InputError(_NO_PROCESSOR)
-        given = (messages, name or self.vision_of(call.tenant).name, generate)
-        return renderer.render(*given, call.tenant, **call.template)
+        namer = name or self.vision_of(call.tenant).name
+        return renderer.render(messages, namer, generate, call.tenant, **call.template)
 
     # -- tenants ---------------------------------------------------------------------------------
 
@@ -225,10 +236,25 @@ class Runtime:
             return known
         self._make_room_for(tenant)
         store, settings = self.store_of(tenant), self.settings
-        how = (self.family, self.processor, self.image_options)
-        namer = Namer(*how, store, self.caches, tenant, self._ttl)
-        options = (settings.accept_features, tenant, self._ttl, settings.feature_codec)
-        self.visions[tenant] = vision = Vision(self.family, namer, self.caches, store, *options)
+        namer = Namer(
+            self.family,
+            self.processor,
+            self.image_options,
+            store,
+            self.caches,
+            tenant=tenant,
+            ttl=self._ttl,
+        )
+        self.visions[tenant] = vision = Vision(
+            self.family,
+            namer,
+            self.caches,
+            store,
+            accept_features=settings.accept_features,
+            tenant=tenant,
+            ttl=self._ttl,
+            codec=settings.feature_codec,
+        )
         vision.tower.about = about(self.model, self.processor)
         return vision
 

@@ -179,8 +179,17 @@ class Vision:
         # Only our own videos are split: the steps of others are theirs to name.
         keys = video_steps.keys_in(package) if made == package.feature_id else []
         steps = video_steps.steps_from(keys, package.grid, self.tower.origin, package.provenance)
-        what = (package.key, package.identity, made, package.grid, package.layout, package.source)
-        return Medium(*what, package, package.modality, steps)
+        return Medium(
+            key=package.key,
+            identity=package.identity,
+            feature_id=made,
+            grid=package.grid,
+            layout=package.layout,
+            source=package.source,
+            recall=package,
+            modality=package.modality,
+            steps=steps,
+        )
 
     def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
         modality = entry.get("modality", "image")
@@ -188,8 +197,17 @@ class Vision:
         keys = entry.get(video_steps.STEPS, ())
         if self._accept == "any" and self._store is not None:
             made, keys = self._any_made(what, made), ()
-        of = (entry["key"], what, made, entry["grid"], tuple(entry["layout"]), entry.get("source"))
-        return Medium(*of, recall, modality, self._steps_of(made, keys, entry["grid"]))
+        return Medium(
+            key=entry["key"],
+            identity=what,
+            feature_id=made,
+            grid=entry["grid"],
+            layout=tuple(entry["layout"]),
+            source=entry.get("source"),
+            recall=recall,
+            modality=modality,
+            steps=self._steps_of(made, keys, entry["grid"]),
+        )
 
     def _steps_of(self, video: str, keys: Sequence[str], grid: Grid) -> tuple[VideoStep, ...]:
         if keys and video not in self._steps:

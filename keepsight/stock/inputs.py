@@ -79,8 +79,9 @@ def with_features(
         if note := vision.note(number, package, where):
             report.notes.append(note)
         parts.append((package, 0, medium.tokens))
-        about = (medium.modality, start, end, "computed", stage)
-        report.segments.append(Segment(*about, number, where, key=medium.key))
+        report.segments.append(
+            Segment(medium.modality, start, end, "computed", stage, number, where, key=medium.key)
+        )
     kept = set(family.rope_grid([medium.grid for medium in media]))
     changed = {k: v for k, v in given.items() if k not in tensors or k in kept}
     features = _repeatable if repeated else Family.feature_inputs

@@ -188,10 +188,18 @@ def sampler(
     generator = None
     if ours.get("seed") is not None:
         generator = torch.Generator(ids.device).manual_seed(seed_of(ours["seed"]))
-    skip = ours.get("skip_special_tokens") is not False
-    reads_all = bool(own or config.output_logits or config.output_scores)
-    how = (ids, config, processors, criteria, generator, count, stop, skip)
-    return Sampler(*how, constraint, reads_all)
+    return Sampler(
+        ids,
+        config,
+        processors,
+        criteria,
+        generator,
+        max_new_tokens=count,
+        stop=stop,
+        skip_special_tokens=ours.get("skip_special_tokens") is not False,
+        constraint=constraint,
+        reads_all=bool(own or config.output_logits or config.output_scores),
+    )
 
 
 def seed_of(given: object, more: int = 0) -> int:
