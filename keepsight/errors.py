@@ -180,7 +180,7 @@ class ModelKeepsChanging(ModelError):
 
 
 class TowerRan(ModelError):
-    """A vision or audio tower was about to run where only features were expected."""
+    """A vision or audio encoder was about to run where only features were expected."""
 
     def __init__(self, tower: str, what: str = "") -> None:
         self.tower = tower

@@ -108,9 +108,9 @@ class Features(EncoderOutput):
 
 
 class PackageDataset(Dataset[Loaded]):
-    """(messages, answer) records whose media come from packages.
+    """(messages, answer) records whose images come from packages.
 
-    A medium is a `.sight` file, a `Package`, or an image that has one: in the folder `packages` or
+    An image is a `.sight` file, a `Package`, or a picture that has one: in the folder `packages` or
     below it, in the store at the address `store`, or in `vlm`'s memory. An image without a package
     is an error here, not a pause in the middle of an epoch.
     """

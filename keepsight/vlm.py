@@ -410,7 +410,7 @@ class VLM:
     def inputs(self, messages: list[Message], **options: Unpack[Preparing]) -> Record:
         """Inputs for stock `model.generate`: processor outputs, with features from packages.
 
-        The vision tower does not run for images seen before. The wrappers are new on each call,
+        The vision encoder does not run for images seen before. The wrappers are new on each call,
         because `generate` changes those it gets.
         """
         self.runtime.require_answers()
@@ -445,9 +445,9 @@ class VLM:
     ) -> Package | list[Package]:
         """The package of an image, or of each of several; unknown ones are encoded.
 
-        `batch` pictures go through the tower in one pass. That is faster where it has many cores or
-        an accelerator, and may round otherwise, so such features have another name: a chat takes
-        them only with `accept_features="any"`, or handed in.
+        `batch` pictures go through the vision encoder in one pass. That is faster where it has many
+        cores or an accelerator, and may round otherwise, so such features have another name: a chat
+        takes them only with `accept_features="any"`, or handed in.
         """
         self.runtime.require_open()
         whose = self._whose(tenant)
@@ -459,7 +459,7 @@ class VLM:
             return vision.encode(image)
 
     def render(self, messages: list[Message], generate: bool = True, **template: object) -> Prompt:
-        """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
+        """The prompt of a conversation: ids, images and their ranges. Nothing is encoded."""
         self.runtime.require_open()
         with self.runtime.lock:
             self.runtime.refresh(tenant=self.tenant)
@@ -467,7 +467,7 @@ class VLM:
             return self.runtime.render(messages, call, generate)
 
     def blindfold(self) -> AbstractContextManager[None]:
-        """`with vlm.blindfold():` makes any run of the model's vision or audio tower an error, in
+        """`with vlm.blindfold():` makes any run of the vision or audio encoder an error, in
         every thread: proof that only features were used."""
         self.runtime.require_open()
         return blindfold(self.runtime.family)

@@ -32,9 +32,9 @@ Layout = tuple[str | int, ...]  # prompt text of a medium; an int stands for tha
 
 @dataclass(frozen=True, eq=False)
 class Package:
-    """The features of one medium. `tensors` holds `features` and, in some families,
+    """The features of one image, video or sound. `tensors` holds `features` and, in some families,
     `deepstack.0..n`; each has one row per visual token, or (tiles, rows per tile). `indicator`
-    holds the embeddings of the tokens that frame the medium, if the tower makes those."""
+    holds the embeddings of the tokens that frame it, if the encoder makes those."""
 
     tensors: dict[str, torch.Tensor]
     key: str  # digest of the tower's input
@@ -51,7 +51,7 @@ class Package:
 
     @property
     def tokens(self) -> int:
-        """The number of prompt tokens of the medium."""
+        """The number of prompt tokens that it takes."""
         return sum(part for part in self.layout if isinstance(part, int))
 
     @property

@@ -54,7 +54,7 @@ class Prefix:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages, with media names in place of pictures."""
+        """The messages, with named images in place of pixels."""
         return list(self._history.messages)
 
     @property

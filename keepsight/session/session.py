@@ -35,7 +35,7 @@ from keepsight.system.places import expanded
 
 
 class Session:
-    """One conversation. `messages` is its history, with named media in place of pictures."""
+    """One conversation. `messages` is its history, with named images in place of pixels."""
 
     def __init__(self, runtime: Runtime, system: str | None = None, tenant: str = "") -> None:
         self.runtime, self.tenant = runtime, tenant
@@ -164,7 +164,7 @@ class Session:
         return order.with_media()
 
     def kept(self, medium: Medium) -> Medium:
-        """A medium with what was given for it, whatever becomes of its file or its owner's
+        """An image with what was given for it, whatever becomes of its file or its owner's
         pixels."""
         if medium.opened is None:
             return medium
