@@ -1,220 +1,180 @@
 """Exported models against PyTorch on the same weights, side by side.
 
-Run `python -m bench.exporting`. Each way of computing runs in a process of its own, so
-that memory can be told apart and no thread pool disturbs another; the processes take turns, in
-another order in each repetition. In each round a new picture is looked at, a new conversation about
-it is answered, and one more question is asked. Reported are ratios to PyTorch in float32 within one
-repetition; bare times only to understand them.
+Run `python -m bench.exporting`. Each way of computing runs in a process of its own, so that memory
+can be told apart and no thread pool disturbs another; the processes take turns. In each round a new
+picture is looked at, a new conversation about it is answered, and one more question is asked.
+Reported are ratios to PyTorch in float32 within one repetition; bare times only to understand them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+import torch
 
-from keepsight.bench import machine
-from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.export.graphs.exporter import export
+import keepsight
+from bench.frame import Child, Record, Told, bench, model_of, sides
+from keepsight.bench.contestants import decoding
+from keepsight.bench.frame import interleaved, middle, now, ratio, say
+from keepsight.bench.workloads import Pictures, assistant, user, words
+from keepsight.kinds import Message
+from keepsight.report import Piece
+from keepsight.vlm import VLM
 
-FORMAT = 1
 FIRST = "pytorch float32"
-_WIDTH = 110
-
-# Name: (what is loaded, what is said when it is loaded).
-WAYS: dict[str, dict[str, Any]] = {
-    FIRST: {"dtype": "float32"},
-    "pytorch bfloat16": {"dtype": "bfloat16"},
-    "onnx float32": {"runtime": "onnx"},
-    "onnx int8": {"runtime": "onnx", "quantised": "int8"},
-    "openvino float32": {"runtime": "openvino"},
-    "openvino int8": {"runtime": "openvino", "quantised": "int8"},
-}
-# What a round tells: (unit, whether more is better).
+WAYS = (FIRST, "pytorch bfloat16", "onnx float32", "onnx int8", "openvino float32", "openvino int8")
+# What a round tells, and its heading; of times and memory less is better.
 TOLD = {
-    "tower_patches_per_second": True,
-    "prefill_tokens_per_second": True,
-    "decode_tokens_per_second": True,
-    "first_token_cold_ms": False,
-    "first_token_warm_ms": False,
-    "memory_mib": False,
+    "tower_patches_per_second": "tower, patches/s",
+    "prefill_tokens_per_second": "prefill, tokens/s",
+    "decode_tokens_per_second": "decode, tokens/s",
+    "first_token_cold_ms": "first token, cold, ms",
+    "first_token_warm_ms": "first token, warm, ms",
+    "memory_mib": "memory, MiB",
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark."""
-    argv = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(argv)
-    source = checkpoint(options.shape, options.size, options.folder)
-    names = [name for name in WAYS if name in options.ways]
-    folders = {name: _folder(source, name, options.folder) for name in names}
-    described = machine.describe()
-    rounds = _rounds(folders, options)
-    result = {
-        "benchmark": "keepsight exporting",
-        "format": FORMAT,
-        "command": " ".join(["python -m bench.exporting", *_told(argv)]),
-        "machine": described,
-        "shape": options.shape,
-        "size": options.size,
-        "picture": options.picture,
-        "tokens": options.tokens,
-        "deviation": {name: _deviation(folder) for name, folder in folders.items()},
-        "ways": {name: _sum_up(name, rounds) for name in names},
-    }
-    console = Console()
-    console.width = max(console.width, _WIDTH)
-    console.print(table(result))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
-    return 0
-
-
-def _told(argv: list[str]) -> list[str]:
-    pairs = zip(argv[::2], argv[1::2], strict=False)
-    return [word for pair in pairs if pair[0] not in ("--out", "--folder") for word in pair]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.exporting", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3_vl")
-    parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
+def add(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark can be told."""
     parser.add_argument("--picture", default="1024x768", help="width x height in pixels")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("bench/checkpoints"))
-    parser.add_argument("--out", type=Path, help="write the result here, as JSON")
-    return parser
 
 
-def _folder(source: Path, name: str, home: Path) -> Path:
-    """The checkpoint itself, or its export, made once."""
-    way = WAYS[name]
-    if "runtime" not in way:
-        return source
-    target = home / f"{source.name}-{name.replace(' ', '-')}"
-    if not target.exists():
-        print(f"exporting {target.name}", file=sys.stderr, flush=True)
-        export(str(source), target, runtime=way["runtime"], quantised=way.get("quantised"))
-    return target
+def exported(model: str, way: str) -> str:
+    """The checkpoint itself, or its export such as "onnx int8" beside it, made once."""
+    from keepsight.export.graphs.exporter import export
+
+    runtime, kind = way.split()
+    if runtime == "pytorch":
+        return model
+    folder = Path(f"{model}-{runtime}-{kind}")
+    if not folder.exists():
+        say(f"exporting {folder.name}")
+        export(model, folder, runtime=runtime, quantised=None if kind == "float32" else kind)
+    return str(folder)
 
 
-def _deviation(folder: Path) -> dict[str, Any] | None:
-    record = folder / "keepsight.json"
-    return json.loads(record.read_text())["deviation"] if record.exists() else None
+def measure(options: argparse.Namespace) -> Record:
+    """Every way in turn, each in its own process."""
+    model = model_of(options)
+    folders = {way: exported(model, way) for way in WAYS if way in options.ways}
+    told = {name: getattr(options, name) for name in ("threads", "tokens", "picture")}
+    with ExitStack() as stack:
+        asked: dict[str, Any] = {}
+        for way, folder in folders.items():
+            dtype = way.split()[1] if folder == model else "auto"
+            asked[way] = stack.enter_context(
+                Child("exporting", folder=folder, dtype=dtype, **told)
+            ).ask
+        interleaved(1, asked)  # not counted: first calls, pages not yet there
+        rounds = interleaved(options.repetitions + 1, asked, 1)
+    notes = {way: Path(folder) / "keepsight.json" for way, folder in folders.items()}
+    off = {
+        w: json.loads(n.read_text())["deviation"] if n.exists() else None for w, n in notes.items()
+    }
+    return {"deviation": off, "ways": {way: sums(way, rounds) for way in folders}}
 
 
-# -- measuring -----------------------------------------------------------------------------------
-
-
-class Worker:
+def child(folder: str, dtype: str, threads: int, tokens: int, picture: str) -> None:
     """One way of computing, in a process of its own that waits for its turns."""
-
-    def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
-        told = {
-            "folder": str(folder),
-            "dtype": WAYS[name].get("dtype", "auto"),
-            "threads": options.threads,
-            "tokens": options.tokens,
-            "picture": options.picture,
-        }
-        command = [sys.executable, "-m", "bench.exporting_worker", json.dumps(told)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-    def round(self, number: int) -> dict[str, float]:
-        """One round; what it told."""
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the worker has no pipes")
-        self._process.stdin.write(f"{number}\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended with code {self._process.wait()}")
-        found: dict[str, float] = json.loads(line)
-        return found
-
-    def end(self) -> None:
-        """Let the process go."""
-        self._process.kill()
-        self._process.communicate()
+    torch.set_num_threads(threads)
+    with TemporaryDirectory() as place, keepsight.load(folder, dtype=dtype) as vlm:
+        for line in sys.stdin:
+            path = Pictures(Path(place)).path(900 + int(line), *sides(picture))
+            print(json.dumps(_round(vlm, path, tokens, int(line))), flush=True)
 
 
-def _rounds(folders: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    workers = {name: Worker(name, folder, options) for name, folder in folders.items()}
-    try:
-        for worker in workers.values():
-            worker.round(0)  # not counted: first calls, pages not yet there
-        found = []
-        for number in range(1, options.repetitions + 1):
-            print(f"repetition {number} of {options.repetitions}", file=sys.stderr, flush=True)
-            order = list(workers)[:: -1 if number % 2 else 1]
-            found.append({name: workers[name].round(number) for name in order})
-        return found
-    finally:
-        for worker in workers.values():
-            worker.end()
+def _round(vlm: VLM, picture: str, count: int, number: int) -> Record:
+    """A new picture looked at, asked about, and asked about once more."""
+    vlm.clear()
+    messages = [user(words(number, 22), picture)]
+    cold, pieces = _asked(vlm, messages, count)
+    report, usage = pieces[-1].report, pieces[-1].usage
+    if report is None or usage is None:
+        raise RuntimeError("an answer came without its report")
+    times = report.milliseconds
+    messages += [assistant("".join(p.text for p in pieces)), user(words(50 + number, 16))]
+    warm, _ = _asked(vlm, messages, 2)
+    patches = int(np.prod(vlm.render(messages).grids[0]["image_grid_thw"]))
+    tokens = [piece.token for piece in pieces if piece.token is not None]
+    # `getrusage` counts the memory of the parent, too.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return {
+        "tower_patches_per_second": 1e3 * patches / times["encode"],
+        "prefill_tokens_per_second": 1e3 * usage.prompt_tokens / (times["prefill"] or 1),
+        "decode_tokens_per_second": 1e3 * (len(tokens) - 1) / times["decode"],
+        "first_token_cold_ms": cold,
+        "first_token_warm_ms": warm,
+        "memory_mib": peak / 1024,
+        "answer": tokens,
+    }
 
 
-def _sum_up(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians, and medians of ratios to the first way within one repetition."""
-    told: dict[str, Any] = {}
-    for what, more in TOLD.items():
-        told[what] = round(median(one[name][what] for one in rounds), 2)
+def _asked(vlm: VLM, messages: list[Message], count: int) -> tuple[float, list[Piece]]:
+    """Milliseconds to the first token, and all pieces."""
+    start, pieces = now(), vlm.stream(messages, **decoding(count))
+    first = next(pieces)
+    return now() - start, [first, *pieces]
+
+
+def sums(way: str, rounds: list[Record]) -> Record:
+    """Medians, ratios to the first way within one repetition, and how many tokens of the answers
+    are those of the first way, up to where they part."""
+    told: Record = {}
+    for name in TOLD:
+        told[name] = middle(one[way][name] for one in rounds)
         if FIRST in rounds[0]:
-            ratios = [one[name][what] / one[FIRST][what] for one in rounds]
-            told[f"{what}_times_as_good"] = round(median(x if more else 1 / x for x in ratios), 3)
-    told["tokens_as_first"] = _agreement(name, rounds)
+            pairs = [(one[way][name], one[FIRST][name]) for one in rounds]
+            better = pairs if name.endswith("_per_second") else [(b, a) for a, b in pairs]
+            told[f"{name}_times_as_good"] = ratio(better)
+    told["tokens_as_first"] = None
+    if FIRST in rounds[0]:
+        same = whole = 0
+        for one in rounds:
+            mine, theirs = one[way]["answer"], one[FIRST]["answer"]
+            parted = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
+            same, whole = same + (parted[0] if parted else len(mine)), whole + len(mine)
+        told["tokens_as_first"] = f"{same}/{whole}"
     return told
 
 
-def _agreement(name: str, rounds: list[dict[str, Any]]) -> str | None:
-    """How many tokens of the answers are those of the first way, up to where they part."""
-    if FIRST not in rounds[0]:
-        return None
-    same = whole = 0
-    for one in rounds:
-        mine, theirs = one[name]["answer"], one[FIRST]["answer"]
-        parted = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b]
-        same, whole = same + (parted[0] if parted else len(mine)), whole + len(mine)
-    return f"{same}/{whole}"
-
-
-# -- telling -------------------------------------------------------------------------------------
-
-
-def table(result: dict[str, Any]) -> Table:
-    """For people: times better than PyTorch in float32."""
-    heading = (
-        f"{result['shape']} {result['size']}, a picture of {result['picture']}, answers of "
-        f"{result['tokens']} tokens; in brackets, times as good as {FIRST}"
-    )
-    shown = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD)
-    shown.add_column("")
-    for what in TOLD:
-        shown.add_column(what.replace("_", " "), justify="right")
-    shown.add_column("same tokens", justify="right")
+def tables(result: Record) -> Iterator[Told]:
+    """Times as good as PyTorch in float32, and how far off the model."""
+    rows = []
     for name, told in result["ways"].items():
-        cells = []
-        for what in TOLD:
-            ratio = told.get(f"{what}_times_as_good")
-            better = "" if ratio is None else f" ({ratio:.2f})"
-            cells.append(f"{told[what]:.0f}{better}")
-        shown.add_row(name, *cells, str(told["tokens_as_first"]))
-    return shown
+        row = [name]
+        for field in TOLD:
+            better = told.get(f"{field}_times_as_good")
+            row.append(f"{told[field]:.0f}" + ("" if better is None else f" ({better:.2f})"))
+        rows.append([*row, str(told["tokens_as_first"])])
+    heading = (
+        f"a picture of {result['picture']}, answers of {result['tokens']} tokens (in brackets: "
+        f"times as good as {FIRST} in the same repetition)"
+    )
+    yield heading, ["", *TOLD.values(), "same tokens"], rows
+    rows = []
+    for name, told in result["deviation"].items():
+        if told:
+            same = f"{told['same_tokens']} of {told['tokens']}"
+            rows.append([name, f"{told['features']:.1e}", f"{told['logits']:.1e}", same])
+    yield "off the model, as parts of the scale", ["", "features", "logits", "same tokens"], rows
 
+
+main = bench("exporting", __doc__, add, measure, tables)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] == ["child"]:
+        child(**json.loads(sys.argv[2]))
+    else:
+        raise SystemExit(main())

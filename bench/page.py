@@ -1,7 +1,8 @@
 """docs/benchmarks.md from committed results, so that no number in it was typed by a person.
 
-Run `python -m bench.page` after adding a result to bench/results; with `--check` nothing
-is written and the exit status tells whether the page is up to date.
+Run `python -m bench.page` after adding a result to bench/results; with `--check` nothing is written
+and the exit status tells whether the page is up to date. With `--readme` the measured blocks of the
+README and of docs/mlx.md are renewed too, and the pictures beside them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from bench import drawing, page_sections
+from bench import drawing
+from bench.frame import Record, Told
 from keepsight.bench import tables
+from keepsight.bench.frame import machine
 
-# Folders of results that have a part on the page.
-OTHERS = ("drafting", "exporting", "mlx", "serving", "structured", "together")
-PICTURES, MLX = Path("docs/pictures"), Path("docs/mlx.md")  # beside the README
-
+# Benchmarks whose results, in the folder of their name, have a part on the page.
+OTHERS = {
+    "exporting": "Exported models",
+    "mlx": "Beside mlx-vlm",
+    "serving": "Servers",
+    "structured": "Answers of a given form",
+    "together": "Chats at once",
+}
 HEAD = """\
 # Benchmarks
 
@@ -42,63 +50,63 @@ words mean, is in [bench/README.md](../bench/README.md).
   *warm = cold bit for bit* is the guard.
 
 The tables follow, one part for each run of a benchmark: Keepsight beside stock Transformers, then
-guesses, exports, MLX, servers beside llama-server, vLLM and OpenVINO, forms of answers, and chats
-at once.
+exports, MLX, servers beside llama-server, vLLM and OpenVINO, forms of answers, and chats at once.
 """
+NOTHING_YET = (
+    "Nothing was measured beside mlx-vlm yet. `python -m bench.mlx --out "
+    "bench/results/mlx/NAME.json` measures, and `make docs` shows it here.\n"
+)
+Results = dict[str, Record]  # by file name
 
 
-Others = dict[tuple[str, str], dict[str, Any]]  # by folder and file name
-
-
-def page(results: dict[str, dict[str, Any]], others: Others | None = None) -> str:
-    """The whole page. `results`: by file name; `others`: of the other benchmarks."""
+def page(results: Results, others: dict[str, Results]) -> str:
+    """The whole page. `others`: results of the other benchmarks, by the benchmark's name."""
     parts = [HEAD]
-    for name in sorted(results):
-        result = results[name]
-        parts.append(f"## {name.removesuffix('.json')}\n\n`{result['command']}`\n")
-        parts.append(f"{tables.machine(result)}.\n")
-        parts += [_run(run) for run in result["runs"]]
-    for (folder, _), result in sorted((others or {}).items()):
-        parts.append(_other(folder, result))
-    return "\n".join(parts)
-
-
-def _other(folder: str, result: dict[str, Any], mark: str = "##") -> str:
-    parts = [f"{mark} {page_sections.title(folder, result)}\n\n`{result['command']}`\n"]
-    parts.append(f"{tables.machine(result)}.\n")
-    for heading, columns, rows in page_sections.sections(folder, result):
-        parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{_markdown(columns, rows)}")
-    return "\n".join(parts)
-
-
-def beside_mlx_vlm(others: Others) -> str:
-    """The measured block of docs/mlx.md: what `bench.mlx` measured, or that nothing was yet."""
-    found = [result for (folder, _), result in sorted(others.items()) if folder == "mlx"]
-    if not found:
-        return (
-            "Nothing was measured beside mlx-vlm yet. `python -m bench.mlx --out "
-            "bench/results/mlx/NAME.json` measures, and `make docs` shows it here.\n"
-        )
-    return "\n".join(_other("mlx", result, "###") for result in found)
-
-
-def headline(results: dict[str, dict[str, Any]]) -> str:
-    """The measured sentences of the README, from the newest float32 result with W1 and W5."""
-    for result in drawing.newest_first(results):
+    for name, result in results.items():
+        parts += _head(f"## {name.removesuffix('.json')}", result)
         for run in result["runs"]:
-            steps = {w["name"]: w["steps"][1:] for w in run["workloads"]}
-            if run["dtype"] == "float32" and steps.get("W1") and steps.get("W5"):
-                return _sentences(result, run, steps["W1"], steps["W5"])
-    return ""
+            parts.append(f"### {tables.title(run)}\n")
+            parts += [f"**{warning}**\n" for warning in tables.warnings(run)]
+            parts += _markdown(tables.tables(run))
+    for name, found in others.items():
+        for result in found.values():
+            parts += _other(name, result)
+    return "\n".join(parts)
 
 
-def _sentences(
-    result: dict[str, Any], run: dict[str, Any], chat: list[Any], agent: list[Any]
-) -> str:
-    faster, step = (_middle(steps, "stock_over_keepsight") for steps in (chat, agent))
-    cores = drawing.cores_of(result["machine"])
+def _head(title: str, result: Record) -> list[str]:
+    return [f"{title}\n\n`{result['command']}`\n", f"{machine(result['machine'])}.\n"]
+
+
+def _other(name: str, result: Record, mark: str = "##") -> list[str]:
+    shape = " ".join(str(result.get(field, "")) for field in ("shape", "size", "dtype"))
+    title = f"{mark} {OTHERS[name]}: {' '.join(shape.split())}"
+    return [*_head(title, result), *_markdown(import_module(f"bench.{name}").tables(result))]
+
+
+def _markdown(told: Iterable[Told]) -> list[str]:
+    """Tables; words to the left, numbers to the right."""
+    parts = []
+    for heading, columns, rows in told:
+        words = [i == 0 or column == "tokens" for i, column in enumerate(columns)]
+        lines = [columns, [":---" if word else "---:" for word in words], *rows]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{table}")
+    return parts
+
+
+def headline(results: Results) -> str:
+    """The measured sentences of the README, from the newest float32 result with W1 and W5."""
+    found = drawing.newest(results)
+    if found is None:
+        return ""
+    result, run, loads = found
+    faster, step = (
+        statistics.median(s["stock_over_keepsight"] for s in load["steps"][1:]) for load in loads
+    )
     return (
-        f"Measured on {cores}, with a {run['parameters'] / 1e6:.0f} M parameter "
+        f"Measured on {drawing.cores_of(result['machine'])}, with a "
+        f"{run['parameters'] / 1e6:.0f} M parameter "
         f"{run['shape']} shape in {run['dtype']}, against stock `generate` on the same model: "
         f"later turns of a chat about one image start to answer **{faster:.0f} times sooner**, "
         f"steps of an agent that adds a screenshot each time **{step:.1f} times sooner**. "
@@ -107,32 +115,15 @@ def _sentences(
     )
 
 
-def _middle(steps: list[Any], name: str) -> float:
-    return float(statistics.median(step[name] for step in steps if step[name] is not None))
-
-
-def with_measured(text: str, measured: str) -> str:
-    """The README, or another page, with its measured block renewed."""
+def _with_measured(file: Path, measured: str) -> str:
+    """A page with its measured block renewed."""
     start, end = "<!-- measured -->\n", "<!-- /measured -->"
-    head, _, rest = text.partition(start)
-    _, _, tail = rest.partition(end)
-    return f"{head}{start}{measured}{end}{tail}"
+    head, _, rest = file.read_text().partition(start)
+    return f"{head}{start}{measured}{end}{rest.partition(end)[2]}"
 
 
-def _run(run: dict[str, Any]) -> str:
-    parts = [f"### {tables.title(run)}\n"]
-    parts += [f"**{warning}**\n" for warning in tables.warnings(run)]
-    for heading, columns, rows in tables.tables(run):
-        parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{_markdown(columns, rows)}")
-    return "\n".join(parts)
-
-
-def _markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """One table; words to the left, numbers to the right."""
-    words = [i == 0 or column == "tokens" for i, column in enumerate(columns)]
-    rule = [":---" if word else "---:" for word in words]
-    lines = [columns, rule, *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _read(folder: Path) -> Results:
+    return {file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 
 def main(argv: list[str]) -> int:
@@ -140,39 +131,28 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    parser.add_argument(
-        "--readme",
-        type=Path,
-        help="renew the measured blocks of this file and of docs/mlx.md, and the pictures",
-    )
+    parser.add_argument("--readme", type=Path, help="renew this file and what is beside it")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
-    files = sorted(options.results.glob("*.json"))
-    results = {file.name: json.loads(file.read_text()) for file in files}
-    others = {
-        (file.parent.name, file.name): json.loads(file.read_text())
-        for folder in OTHERS
-        for file in sorted((options.results / folder).glob("*.json"))
-    }
+    results = _read(options.results)
+    others = {name: _read(options.results / name) for name in OTHERS}
     written = {options.page: page(results, others)}
     if options.readme:
-        pages = {
-            options.readme: headline(results),
-            options.readme.parent / MLX: beside_mlx_vlm(others),
-        }
-        written |= {
-            file: with_measured(file.read_text(), measured)
-            for file, measured in pages.items()
-            if file.exists()
-        }
+        docs = options.readme.parent / "docs"
+        mlx = [part for result in others["mlx"].values() for part in _other("mlx", result, "###")]
+        written[options.readme] = _with_measured(options.readme, headline(results))
+        if (docs / "mlx.md").exists():
+            written[docs / "mlx.md"] = _with_measured(
+                docs / "mlx.md", "\n".join(mlx) or NOTHING_YET
+            )
+        drawn = drawing.drawings(results)
+        written |= {docs / "pictures" / name: text for name, text in drawn.items()}
     if options.check:
-        same = all(file.exists() and file.read_text() == text for file, text in written.items())
-        drawn = not options.readme or drawing.same(results, options.readme.parent / PICTURES)
-        return 0 if same and drawn else 1
+        same = (file.exists() and file.read_text() == text for file, text in written.items())
+        return 0 if all(same) else 1
     for file, text in written.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    if options.readme:
-        drawing.write(results, options.readme.parent / PICTURES)
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,21 +19,43 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from bench.serving_sums import Heard
+import keepsight
+from keepsight.bench.frame import now
 from keepsight.errors import KeepsightError
 
 KEEPSIGHT = "keepsight serve"
 _START = 240.0  # seconds until a server must answer
 _STOP = 30.0  # seconds to end in order
 _ANSWER = 300.0  # seconds for one answer
-_USAGE = {"stream_options": {"include_usage": True}}
 
 
 class ServerFailed(KeepsightError, RuntimeError):
     """A server did not start, or answered with an error."""
+
+
+@dataclass
+class Heard:
+    """One answer as a client hears it: milliseconds since the request was sent, and counts."""
+
+    text: str = ""
+    first: float = 0.0
+    total: float = 0.0
+    tokens: int = 0
+    prompt: int = 0
+    cached: int | None = None  # None where the server does not say
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, after the first."""
+        return 1e3 * max(0, self.tokens - 1) / max(self.total - self.first, 1e-3)
+
+    def hears(self, text: str, after: float) -> None:
+        """A piece of the answer; pieces without text are not heard."""
+        if text:
+            self.first = self.first or after
+            self.text += text
 
 
 @dataclass(frozen=True)
@@ -43,9 +66,9 @@ class Contestant:
     command: Callable[[Path, int], list[str]]
     version: str
     environment: dict[str, str] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=lambda: dict(_USAGE))  # of every request
+    usage: bool = True  # is asked for with `stream_options`
     many: bool = True  # takes several clients at once
-    prepare: Callable[[Path], None] = lambda model: None  # done once, before anything is timed
+    prepare: Callable[[Path], object] = lambda model: None  # done once, before anything is timed
 
 
 class Running:
@@ -53,133 +76,101 @@ class Running:
 
     def __init__(self, contestant: Contestant, model: Path) -> None:
         self.contestant, self.model = contestant, model
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
-        self.port = _free_port()
 
     def __enter__(self) -> Running:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **self.contestant.environment}
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port: int = taken.getsockname()[1]
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             self.contestant.command(self.model, self.port),
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **self.contestant.environment},
             start_new_session=True,  # so that what it starts itself ends with it
         )
         try:
-            self._wait()
+            end = time.monotonic() + _START
+            while not self._healthy():
+                if self._process.poll() is not None or time.monotonic() > end:
+                    raise self.failed("did not start")
+                time.sleep(0.1)
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def _wait(self) -> None:
-        end = time.monotonic() + _START
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise ServerFailed(f"{self.contestant.name} ended at once: {self.log()}")
-            if _healthy(self.port):
-                return
-            time.sleep(0.1)
-        raise ServerFailed(f"{self.contestant.name} did not answer in time: {self.log()}")
-
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it and everything that it started."""
-        for signal_, seconds in ((signal.SIGTERM, _STOP), (signal.SIGKILL, _STOP)):
+        for signal_ in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, signal_)
-                self._process.wait(seconds)
+                self._process.wait(_STOP)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
         self._process.wait(_STOP)
         self._log.close()
 
-    def log(self) -> str:
-        """The end of what it printed."""
+    def failed(self, why: object) -> ServerFailed:
+        """An error with the end of what the server printed."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-2000:]
+        said = self._log.read().decode(errors="replace")[-2000:]
+        return ServerFailed(f"{self.contestant.name}: {why}; {said}")
 
-    def body(self, messages: list[dict[str, Any]], tokens: int) -> bytes:
-        """A request for a greedy streamed answer of so many tokens."""
-        asked = {
-            "model": str(self.model),
-            "messages": messages,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "stream": True,
-            **self.contestant.fields,
-        }
-        return json.dumps(asked).encode()
-
-    def ask(self, body: bytes) -> Heard:
-        """Send a request and hear the answer; the clock starts when it is sent."""
-        heard = Heard()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER)
-        start = time.perf_counter()
+    def _healthy(self) -> bool:
         try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ServerFailed(f"{self.contestant.name}: {response.read(600).decode()}")
-            while line := response.readline():
-                self._hear(heard, line, 1e3 * (time.perf_counter() - start))
+            return self._request("GET", "/health", None, 5).status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _request(
+        self, method: str, path: str, body: bytes | None, timeout: float = _ANSWER
+    ) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, body, headers)
+        return connection.getresponse()
+
+    def ask(self, messages: list[dict[str, Any]], tokens: int) -> Heard:
+        """Hear a greedy streamed answer; the clock starts when the request is sent."""
+        asked: dict[str, Any] = {"model": str(self.model), "messages": messages, "stream": True}
+        asked |= {"max_tokens": tokens, "temperature": 0}
+        if self.contestant.usage:
+            asked["stream_options"] = {"include_usage": True}
+        body, heard = json.dumps(asked).encode(), Heard()
+        start = now()
+        try:
+            with self._request("POST", "/v1/chat/completions", body) as response:
+                if response.status != 200:
+                    raise self.failed(response.read(600).decode())
+                for line in response:
+                    self._hear(heard, line, now() - start)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise ServerFailed(f"{self.contestant.name}: {error}; {self.log()}") from error
-        finally:
-            connection.close()
-        heard.total = 1e3 * (time.perf_counter() - start)
+            raise self.failed(error) from error
+        heard.total = now() - start
         if not heard.text:
-            raise ServerFailed(f"{self.contestant.name} answered nothing: {self.log()}")
+            raise self.failed("it answered nothing")
         return heard
 
-    def _hear(self, heard: Heard, line: bytes, now: float) -> None:
+    def _hear(self, heard: Heard, line: bytes, after: float) -> None:
         """One line of an event stream."""
         if not line.startswith(b"data:") or line.strip().endswith(b"[DONE]"):
             return
         event = json.loads(line[5:])
         if event.get("error"):
-            raise ServerFailed(f"{self.contestant.name}: {event['error']}; {self.log()}")
+            raise self.failed(event["error"])
         for choice in event.get("choices") or []:
             delta = choice.get("delta") or {}
-            heard.hears(delta.get("content") or delta.get("reasoning_content") or "", now)
-        if event.get("usage"):
-            heard.counts(event["usage"])
+            heard.hears(delta.get("content") or delta.get("reasoning_content") or "", after)
+        if usage := event.get("usage"):
+            heard.tokens, heard.prompt = usage["completion_tokens"], usage["prompt_tokens"]
+            heard.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
     def forget(self) -> None:
         """Empty the memory of Keepsight's server."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER)
-        connection.request("POST", "/v1/cache/reset", b"{}", {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        told = response.read(600).decode()
-        connection.close()
-        if response.status != 200:
-            raise ServerFailed(f"the memory was not emptied: {told}")
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
-def _healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+        with self._request("POST", "/v1/cache/reset", b"{}") as response:
+            if response.status != 200:
+                raise self.failed("the memory was not emptied")
 
 
 def threads_of(count: int) -> dict[str, str]:
@@ -188,9 +179,7 @@ def threads_of(count: int) -> dict[str, str]:
 
 
 def keepsight_server(dtype: str, threads: int) -> Contestant:
-    """The server of this working tree. Unless it is told to, it does nothing between requests:
-    a client that never pauses gains nothing by it, and others may be measured meanwhile."""
-    import keepsight
+    """The server of this working tree."""
 
     def command(model: Path, port: int) -> list[str]:
         words = [sys.executable, "-m", "keepsight", "serve", str(model), "--port", str(port)]
@@ -201,22 +190,35 @@ def keepsight_server(dtype: str, threads: int) -> Contestant:
 
 def exported_server(way: str, threads: int) -> Contestant:
     """The same server with an export of the checkpoint; `way` is such as "onnx" or "onnx int8"."""
-    import keepsight
-    from keepsight.export.graphs.exporter import export
+    from bench.exporting import exported
 
-    runtime, _, quantised = way.partition(" ")
-
-    def folder(model: Path) -> Path:
-        return model.parent / f"{model.name}-{runtime}-{quantised or 'float32'}"
-
-    def prepare(model: Path) -> None:
-        if not folder(model).exists():
-            export(str(model), folder(model), runtime=runtime, quantised=quantised or None)
+    runtime, _, kind = way.partition(" ")
+    made = f"{runtime} {kind or 'float32'}"
 
     def command(model: Path, port: int) -> list[str]:
-        words = [sys.executable, "-m", "keepsight", "serve", str(folder(model)), "--no-log"]
+        words = [sys.executable, "-m", "keepsight", "serve", exported(str(model), made), "--no-log"]
         return [*words, "--port", str(port), "--model-name", str(model)]
 
-    name = f"exported, {way}"
-    version = keepsight.__version__
-    return Contestant(name, command, version, threads_of(threads), prepare=prepare)
+    return Contestant(
+        f"exported, {way}",
+        command,
+        keepsight.__version__,
+        threads_of(threads),
+        prepare=lambda model: exported(str(model), made),
+    )
+
+
+def made_by(who: str, command: list[str]) -> None:
+    """A file made by a tool, or what the tool said."""
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        said = done.stderr.decode(errors="replace")[-2000:]
+        raise ServerFailed(f"{who} failed: {said}")
+
+
+def version_in(environment: Path, package: str) -> str:
+    """The name and version of what is installed in a virtual environment."""
+    stem = re.sub(r"[-_.]+", "_", package)
+    found = environment.glob(f"lib/python3*/site-packages/{stem}-*.dist-info")
+    names = sorted(path.name for path in found)
+    return names[0].removesuffix(".dist-info") if names else package

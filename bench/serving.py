@@ -1,24 +1,21 @@
 """Servers side by side: the same client, requests and checkpoint for Keepsight's and for others.
 
-Run `python -m bench.serving`. In every repetition each server is started, warmed with a
-request that has nothing in common with the others, asked, and stopped, never two at once, in an
-order that changes. The workloads are chats on one picture (W1), an agent with one more screenshot
-at each step (W5), fixed references and a new picture (W7), and examples before a question (W8);
-then eight clients ask at the same moment. Times are the client's: until the first text arrives, and
-until the stream ends. Every ratio is taken within one repetition and says how many times faster
-Keepsight's server was. Answers are compared with Keepsight's. At the end the same requests go to
-the server and to a bare engine in this process, in turn: what the server itself costs.
+Run `python -m bench.serving`. In every repetition each server is started, warmed with a request
+that has nothing in common with the others, asked, and stopped, never two at once, in an order that
+changes. The workloads are chats on one picture (W1), an agent with one more screenshot at each step
+(W5), fixed references and a new picture (W7), and examples before a question (W8); then eight
+clients ask at the same moment. Times are the client's: until the first text arrives, and until the
+stream ends. Every ratio is taken within one repetition and says how many times faster Keepsight's
+server was. Answers are compared with Keepsight's. At the end the same requests go to the server and
+to a bare engine in this process, in turn: what the server itself costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import json
 import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,17 +24,14 @@ from threading import Barrier
 from typing import Any
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 
 import keepsight
-from bench import servers, serving_rivals
-from bench.servers import KEEPSIGHT, Contestant, Running
-from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identity, workload_told
-from bench.serving_tables import show
-from keepsight.bench import machine
-from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.bench.options import Scale
+from bench import rivals, servers
+from bench.frame import Record, Told, bench, model_of
+from bench.servers import KEEPSIGHT, Contestant, Heard, Running
+from keepsight.bench.frame import cells, interleaved, middle, now, say
+from keepsight.bench.options import SHAPES, Scale
 from keepsight.bench.workloads import (
     Pictures,
     Step,
@@ -51,246 +45,193 @@ from keepsight.kinds import Message
 from keepsight.models.loading import model_path
 from keepsight.vlm import VLM
 
-FORMAT = 1
 WORKLOADS = ("W1", "W5", "W7", "W8")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is asked; `field.md` of W1 to W8 in what two cores do in minutes."""
-
-    chat: tuple[int, int]  # picture of W1
-    shot: tuple[int, int]  # of W5 and W7
-    example: tuple[int, int]  # of W8 and of the clients
-    turns: int  # of W1
-    requests: int  # of the others
-    references: int  # of W7
-    examples: int  # of W8
-    system: int  # words of W5's system prompt
-    question: int  # words
-    answer: int  # words of the replies in a history
-
-
-SCALES = {
-    "full": Sizes((1280, 800), (640, 512), (512, 512), 3, 3, 2, 4, 500, 22, 60),
-    "smoke": Sizes((128, 96), (128, 96), (128, 96), 2, 2, 1, 2, 20, 10, 20),
+CHAT = {"full": (1280, 800), "smoke": (128, 96)}  # the picture of W1
+SCALES = {  # W8 and the clients have the small pictures, W8 as many examples as `pages`
+    "full": Scale(
+        (640, 512),
+        (512, 512),
+        (0, 0),
+        turns=3,
+        requests=3,
+        pages=4,
+        references=2,
+        system=500,
+        question=22,
+        answer=60,
+    ),
+    "smoke": Scale((128, 96), (128, 96), (0, 0)),
 }
-
 EXPORTED = ("onnx", "onnx int8", "openvino", "openvino int8")
+GOAL = 1.05  # what the server may cost, in times to the first token of the bare engine
+Chats = dict[str, list[list[Message]]]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; 1 when Keepsight's server answered one request in two ways."""
-    argv = sys.argv[1:] if argv is None else argv
-    options = _parser().parse_args(argv)
-    torch.set_num_threads(options.threads)
-    there, left_out = serving_rivals.rivals(options.dtype, options.threads)
-    chosen = [servers.keepsight_server(options.dtype, options.threads), *there]
-    exported = [servers.exported_server(way, options.threads) for way in options.exported]
-    if options.rival:
-        chosen = [one for one in chosen if one.name in (KEEPSIGHT, *options.rival)]
-        left_out = {name: why for name, why in left_out.items() if name in options.rival}
-    result = run([*chosen, *exported], left_out, options)
-    result["command"] = " ".join(["python -m bench.serving", *_told(argv)])
-    console = Console()
-    console.width = max(console.width, 118)
-    show(result, console)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
-    own = result["identity"][KEEPSIGHT]
-    return 0 if own["equal"] == own["answers"] and result["overhead"]["equal"] else 1
-
-
-def _told(argv: list[str]) -> Iterator[str]:
-    """The command line without folders and files of this machine."""
-    words_ = iter(argv)
-    for word in words_:
-        if word in ("--out", "--folder"):
-            next(words_, None)
-        elif not word.startswith(("--out=", "--folder=")):
-            yield json.dumps(word) if " " in word else word
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
-    parser.add_argument("--shape", choices=(*SHAPES, "demo", "demo-hybrid"), default="qwen3_vl")
-    parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+def add(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark can be told."""
+    several: Record = {"action": "append", "help": "repeatable"}
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the workloads")
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeatable")
-    names = tuple(serving_rivals.RIVALS)
-    parser.add_argument("--rival", action="append", choices=names, help="repeatable; else all")
-    parser.add_argument(
-        "--exported", action="append", default=[], choices=EXPORTED, help="repeatable"
-    )
+    parser.add_argument("--workload", choices=WORKLOADS, **several)
+    parser.add_argument("--rival", choices=tuple(rivals.RIVALS), **several)
+    parser.add_argument("--exported", default=[], choices=EXPORTED, **several)
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--clients", type=int, default=8, help="who ask at the same moment")
-    parser.add_argument("--repetitions", type=int, default=3)
     threads = torch.get_num_threads()
     parser.add_argument("--threads", type=int, default=threads, help="of each server")
-    parser.add_argument("--folder", type=Path, default=Path("bench/checkpoints"))
-    parser.add_argument("--out", type=Path, help="write the result here, as JSON")
-    return parser
 
 
-def run(
-    contestants: list[Contestant], left_out: dict[str, str], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Everything but the command, as plain data."""
-    made = options.shape in SHAPES
-    name = checkpoint(options.shape, options.size, options.folder) if made else options.shape
-    model = Path(model_path(str(name))).absolute()
-    sizes = SCALES[options.scale]
-    start = time.monotonic()
-    described = machine.describe()
-    left_out = dict(left_out)
+def measure(options: argparse.Namespace) -> Record:
+    """All servers, then Keepsight's beside the engine."""
+    torch.set_num_threads(options.threads)
+    there, left_out = rivals.rivals(options.dtype, options.threads)
+    if options.rival:
+        there = [one for one in there if one.name in options.rival]
+        left_out = {name: why for name, why in left_out.items() if name in options.rival}
+    own = servers.keepsight_server(options.dtype, options.threads)
+    exported = [servers.exported_server(way, options.threads) for way in options.exported]
+    contestants = [own, *there, *exported]
+    model, scale = Path(model_path(model_of(options))).absolute(), SCALES[options.scale]
     with TemporaryDirectory() as folder:
         pictures = Pictures(Path(folder))
-        plan = list(_plan(options.workload or WORKLOADS, pictures, sizes))
-        clients = _clients(pictures, sizes, options.clients)
-        rounds = _measure(contestants, left_out, model, plan, clients, options)
-        overhead = _overhead(model, pictures, sizes, options)
+        plan = list(planned(options.workload or WORKLOADS, pictures, options.scale))
+        asked = {w.name: [sent(step.messages) for step in w.steps] for w in plan}
+        paths = [pictures.path(900 + client, *scale.small) for client in range(options.clients)]
+        clients = {
+            name: [sent([user(words(n + i, scale.question), p)]) for i, p in enumerate(paths)]
+            for name, n in {"new pictures": 900, "known pictures": 950}.items()
+        }
+        rounds = _rounds(contestants, left_out, model, asked, clients, options)
+        (chat,) = planned(("W1",), pictures, options.scale)
+        overhead = _overhead(own, model, chat, options)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    same = identity(rounds, tokenizer)
     return {
-        "benchmark": "keepsight serving",
-        "format": FORMAT,
-        "machine": described,
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "shape": options.shape,
-        "size": options.size if made else "",
-        "dtype": options.dtype,
-        "tokens": options.tokens,
-        "repetitions": options.repetitions,
-        "threads": options.threads,
-        "scale": sizes.__dict__,
+        "size": options.size if options.shape in SHAPES else "",
         "servers": {one.name: one.version for one in contestants if one.name in rounds},
         "left_out": left_out,
         "workloads": [workload_told(workload, rounds) for workload in plan],
         "clients": clients_told(rounds),
         "overhead": overhead,
-        "identity": identity(rounds, Tokenizer.from_file(str(model / "tokenizer.json"))),
+        "identity": same,
+        "equal": same[KEEPSIGHT]["equal"] == same[KEEPSIGHT]["answers"] and overhead["equal"],
     }
 
 
 # -- what is asked -------------------------------------------------------------------------------
 
 
-def _plan(names: tuple[str, ...], pictures: Pictures, sizes: Sizes) -> Iterator[Workload]:
-    usual = Scale(
-        picture=sizes.shot,
-        large=None,
-        small=sizes.example,
-        page=sizes.shot,
-        peers=0,
-        turns=sizes.turns,
-        requests=sizes.requests,
-        pages=0,
-        references=sizes.references,
-        system=sizes.system,
-        question=sizes.question,
-        answer=sizes.answer,
-        repetitions=1,
-    )
+def planned(names: Iterable[str], pictures: Pictures, scale: str) -> Iterator[Workload]:
+    """The workloads of these names."""
+    usual = SCALES[scale]
     for name in names:
         if name == "W8":
-            yield _examples(pictures, sizes)
+            yield _examples(pictures, usual)
         else:
-            scale = replace(usual, picture=sizes.chat) if name == "W1" else usual
-            yield from workloads([name], pictures, scale)
+            size = CHAT[scale] if name == "W1" else usual.picture
+            yield from workloads([name], pictures, replace(usual, picture=size))
 
 
-def _examples(pictures: Pictures, sizes: Sizes) -> Workload:
+def _examples(pictures: Pictures, scale: Scale) -> Workload:
     """Examples of pictures with their answers, the same in each request, then a new picture."""
     shown: list[Message] = []
-    for number in range(sizes.examples):
-        picture = pictures.path(800 + number, *sizes.example)
+    for number in range(scale.pages):
+        picture = pictures.path(800 + number, *scale.small)
         shown += [user(words(80, 12), picture), assistant(words(880 + number, 8))]
-    steps = []
-    for request in range(sizes.requests):
-        asked = user(words(80, 12), pictures.path(850 + request, *sizes.example))
-        steps.append(Step(f"request {request + 1}", [*shown, asked]))
-    width, height = sizes.example
-    about = f"{sizes.examples} examples and a new picture, {width}x{height} each"
+    asked = [pictures.path(850 + number, *scale.small) for number in range(scale.requests)]
+    steps = [
+        Step(f"request {number}", [*shown, user(words(80, 12), path)])
+        for number, path in enumerate(asked, 1)
+    ]
+    width, height = scale.small
+    about = f"{scale.pages} examples and a new picture, {width}x{height} each"
     return Workload("W8", about, steps, 1)
-
-
-def _clients(pictures: Pictures, sizes: Sizes, count: int) -> dict[str, list[list[Message]]]:
-    """Two rounds: pictures that are new, and other questions about the same."""
-    paths = [pictures.path(900 + client, *sizes.example) for client in range(count)]
-    rounds = {"new pictures": 900, "known pictures": 950}
-    return {
-        name: [[user(words(seed + i, sizes.question), path)] for i, path in enumerate(paths)]
-        for name, seed in rounds.items()
-    }
 
 
 def sent(messages: list[Message]) -> list[Message]:
     """The same conversation as OpenAI's clients send it, with pictures as data URIs."""
+
+    def part(given: Message) -> Message:
+        if given["type"] != "image":
+            return given
+        data = base64.b64encode(Path(given["image"]).read_bytes()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
     return [
-        {**message, "content": [_part(part) for part in message["content"]]}
+        {**message, "content": [part(one) for one in message["content"]]}
         if isinstance(message["content"], list)
         else message
         for message in messages
     ]
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] != "image":
-        return part
-    data = base64.b64encode(Path(part["image"]).read_bytes()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-
 # -- measuring -----------------------------------------------------------------------------------
 
-_Asked = dict[str, list[list[Message]]]
+
+@dataclass
+class Clients:
+    """Answers to all clients, and the seconds that they took together."""
+
+    heard: list[Heard]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, of all answers."""
+        return sum(one.tokens for one in self.heard) / self.seconds
+
+    @property
+    def first(self) -> float:
+        """When the clients had their first text, on average."""
+        return sum(one.first for one in self.heard) / len(self.heard)
 
 
-def _measure(
+@dataclass
+class Round:
+    """What one server answered in one repetition: by workload, and by round of clients."""
+
+    alone: dict[str, list[Heard]]
+    clients: dict[str, Clients]
+
+
+Rounds = dict[str, list[Round]]  # by server, one for each repetition
+
+
+def _rounds(
     contestants: list[Contestant],
     left_out: dict[str, str],
     model: Path,
-    plan: list[Workload],
-    clients: _Asked,
+    asked: Chats,
+    clients: Chats,
     options: argparse.Namespace,
-) -> dict[str, list[Round]]:
+) -> Rounds:
     """Rounds of each server. A rival that fails is left out altogether; Keepsight must not."""
-    found: dict[str, list[Round]] = {}
-    asked = {w.name: [sent(step.messages) for step in w.steps] for w in plan}
-    rounds = {name: [sent(chat) for chat in chats] for name, chats in clients.items()}
-    for repetition in range(options.repetitions):
-        turn = repetition % len(contestants)
-        for one in contestants[turn:] + contestants[:turn]:
-            if one.name in left_out:
-                continue
-            _say(f"repetition {repetition + 1} of {options.repetitions}: {one.name}")
-            try:
-                one.prepare(model)
-                met = _one(one, model, asked, rounds, options.tokens)
-                found.setdefault(one.name, []).append(met)
-            except servers.ServerFailed as error:
-                if one.name == KEEPSIGHT:
-                    raise
-                _say(str(error))  # not for the result: a log names places of this machine
-                left_out[one.name] = "it failed; what it said is on the terminal of the run"
-    return {name: met for name, met in found.items() if name not in left_out}
 
+    def answers(contestant: Contestant, number: int) -> Round | None:
+        """One server from its start to its end."""
+        if contestant.name in left_out:
+            return None
+        say(f"repetition {number + 1} of {options.repetitions}: {contestant.name}")
+        try:
+            contestant.prepare(model)
+            with Running(contestant, model) as server:
+                server.ask(_unrelated(), options.tokens)
+                alone = {
+                    name: [server.ask(chat, options.tokens) for chat in chats]
+                    for name, chats in asked.items()
+                }
+                many = clients if contestant.many else {}
+                return Round(alone, {n: _at_once(server, many[n], options.tokens) for n in many})
+        except servers.ServerFailed as error:
+            if contestant.name == KEEPSIGHT:
+                raise
+            say(str(error))  # not for the result: a log names places of this machine
+            left_out[contestant.name] = "it failed; what it said is on the terminal of the run"
+            return None
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _one(contestant: Contestant, model: Path, asked: _Asked, clients: _Asked, tokens: int) -> Round:
-    """One server from its start to its end."""
-    with Running(contestant, model) as server:
-        server.ask(server.body(_unrelated(), tokens))
-        alone = {
-            name: [server.ask(server.body(messages, tokens)) for messages in chats]
-            for name, chats in asked.items()
-        }
-        many = clients if contestant.many else {}
-        return Round(alone, {name: _at_once(server, many[name], tokens) for name in many})
+    ways = {one.name: lambda number, one=one: answers(one, number) for one in contestants}
+    found: list[dict[str, Any]] = interleaved(options.repetitions, ways)
+    names = [one.name for one in contestants if one.name not in left_out]
+    return {name: [one[name] for one in found] for name in names}
 
 
 def _unrelated() -> list[Message]:
@@ -299,60 +240,223 @@ def _unrelated() -> list[Message]:
 
 
 def _at_once(server: Running, chats: list[list[Message]], tokens: int) -> Clients:
-    bodies = [server.body(messages, tokens) for messages in chats]
-    all_here = Barrier(len(bodies) + 1)
+    all_here = Barrier(len(chats) + 1)
 
-    def ask(body: bytes) -> Heard:
+    def ask(chat: list[Message]) -> Heard:
         all_here.wait()
-        return server.ask(body)
+        return server.ask(chat, tokens)
 
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        waiting = [pool.submit(ask, body) for body in bodies]
+    with ThreadPoolExecutor(len(chats)) as pool:
+        waiting = [pool.submit(ask, chat) for chat in chats]
         all_here.wait()
-        start = time.perf_counter()
+        start = now()
         heard = [one.result() for one in waiting]
-        return Clients(heard, time.perf_counter() - start)
+        return Clients(heard, (now() - start) / 1e3)
 
 
-def _overhead(
-    model: Path, pictures: Pictures, sizes: Sizes, options: argparse.Namespace
-) -> dict[str, Any]:
-    """The server against direct calls of the engine: W1, each request to both, in turn."""
-    _say("the server against the bare engine")
-    plan = next(_plan(("W1",), pictures, sizes))
+def _overhead(own: Contestant, model: Path, plan: Workload, options: argparse.Namespace) -> Record:
+    """The server against direct calls of the engine: each request to both, in turn."""
+    say("the server against the bare engine")
     chats = [sent(step.messages) for step in plan.steps]
-    rounds: list[list[dict[str, Heard]]] = []
-    contestant = servers.keepsight_server(options.dtype, options.threads)
-    with (
-        keepsight.load(str(model), dtype=options.dtype) as vlm,
-        Running(contestant, model) as served,
-    ):
+    rounds = []
+    with keepsight.load(str(model), dtype=options.dtype) as vlm, Running(own, model) as served:
         ways: dict[str, Callable[[list[Message]], Heard]] = {
-            "server": lambda chat: served.ask(served.body(chat, options.tokens)),
+            "server": lambda chat: served.ask(chat, options.tokens),
             "engine": lambda chat: _direct(vlm, chat, options.tokens),
         }
         for way in ways.values():
             way(_unrelated())
-        for repetition in range(2 * options.repetitions):
+        for number in range(2 * options.repetitions):
             vlm.clear()
             served.forget()
-            order = list(ways)[:: -1 if repetition % 2 else 1]
-            rounds.append([{name: ways[name](chat) for name in order} for chat in chats])
+            met = []
+            for chat in chats:
+                asked = {n: lambda _, way=way, chat=chat: way(chat) for n, way in ways.items()}
+                met += interleaved(number + 1, asked, number)
+            rounds.append(met)
     return cost(plan, rounds)
 
 
 def _direct(vlm: VLM, messages: list[Message], tokens: int) -> Heard:
     """The engine heard as a client would hear it."""
-    heard = Heard()
-    start = time.perf_counter()
+    heard, start = Heard(), now()
     for piece in vlm.stream(messages, max_new_tokens=tokens, do_sample=False):
-        heard.hears(piece.text, 1e3 * (time.perf_counter() - start))
+        heard.hears(piece.text, now() - start)
         if piece.usage is not None:
             heard.tokens, heard.prompt = piece.usage.completion_tokens, piece.usage.prompt_tokens
             heard.cached = piece.usage.cached_tokens
-    heard.total = 1e3 * (time.perf_counter() - start)
+    heard.total = now() - start
     return heard
 
+
+# -- what it comes to ----------------------------------------------------------------------------
+
+
+RATIOS = {
+    "first_token_ratio": "first token",
+    "total_ratio": "whole answer",
+    "rate_ratio": "decoding",
+}
+
+
+def workload_told(workload: Workload, rounds: Rounds) -> Record:
+    """Each step of a workload: medians of every server, and its ratios."""
+    steps: list[Record] = []
+    for number, step in enumerate(workload.steps):
+        own = [met.alone[workload.name][number] for met in rounds[KEEPSIGHT]]
+        told: Record = {}
+        for name, met in rounds.items():
+            heard = [one.alone[workload.name][number] for one in met]
+            told[name] = _server(heard, list(zip(heard, own, strict=True)))
+        steps.append({"name": step.name, "servers": told})
+    later = {
+        name: {r: middle((s["servers"][name][r] for s in steps[1:] or steps), 3) for r in RATIOS}
+        for name in rounds
+    }
+    return {"name": workload.name, "about": workload.about, "steps": steps, "later": later}
+
+
+def _server(heard: list[Heard], pairs: list[tuple[Heard, Heard]]) -> Record:
+    """One server's answers to one request, beside Keepsight's of the same repetitions."""
+    return {
+        "prompt_tokens": heard[0].prompt,
+        "cached_tokens": heard[0].cached,
+        "tokens": min(one.tokens for one in heard),
+        "first_token_ms": middle((one.first for one in heard), 1),
+        "total_ms": middle((one.total for one in heard), 1),
+        "tokens_per_second": middle((one.rate for one in heard), 1),
+        "first_token_ratio": middle((one.first / mine.first for one, mine in pairs), 3),
+        "total_ratio": middle((one.total / mine.total for one, mine in pairs), 3),
+        "rate_ratio": middle((mine.rate / max(one.rate, 1e-3) for one, mine in pairs), 3),
+    }
+
+
+def clients_told(rounds: Rounds) -> Record:
+    """Clients who ask at the same moment: all their tokens per second, and the first of each."""
+    told: Record = {}
+    for name in rounds[KEEPSIGHT][0].clients:
+        told[name] = {}
+        own = [one.clients[name] for one in rounds[KEEPSIGHT]]
+        for server, met in rounds.items():
+            if name not in met[0].clients:
+                continue
+            pairs = [(one.clients[name], mine) for one, mine in zip(met, own, strict=True)]
+            told[name][server] = {
+                "tokens_per_second": middle((one.rate for one, _ in pairs), 1),
+                "rate_ratio": middle((mine.rate / one.rate for one, mine in pairs), 3),
+                "first_token_ms": middle((one.first for one, _ in pairs), 1),
+                "first_token_ratio": middle((one.first / mine.first for one, mine in pairs), 3),
+            }
+    return told
+
+
+def identity(rounds: Rounds, tokenizer: Tokenizer) -> Record:
+    """Every answer beside Keepsight's of the first repetition, as the tokenizer reads the texts.
+
+    `same_prompt` counts those whose prompt had as many tokens, pictures and all.
+    """
+    told: Record = {}
+    for server, met in rounds.items():
+        counts: Record = dict.fromkeys(
+            ("answers", "same_prompt", "equal", "tokens", "tokens_agree"), 0
+        )
+        for where, heard, mine in _answers(met, rounds[KEEPSIGHT][0]):
+            # Some servers keep back the half of a letter that an answer may end in.
+            texts = [one.text.rstrip("\ufffd") for one in (heard, mine)]
+            given, expected = (tokenizer.encode(t, add_special_tokens=False).ids for t in texts)
+            both = zip(given, expected, strict=False)
+            parted = (i for i, (one, other) in enumerate(both) if one != other)
+            counts["answers"] += 1
+            counts["same_prompt"] += heard.prompt == mine.prompt
+            counts["equal"] += texts[0] == texts[1]
+            counts["tokens"] += len(expected)
+            counts["tokens_agree"] += next(parted, min(len(given), len(expected)))
+            if texts[0] != texts[1]:
+                first = {"where": where, "keepsight": texts[1][:60], "server": texts[0][:60]}
+                counts.setdefault("first_difference", first)
+        told[server] = counts
+    return told
+
+
+def _answers(met: list[Round], own: Round) -> Iterator[tuple[str, Heard, Heard]]:
+    """Every answer of a server, where it was given, and Keepsight's to the same request."""
+    for one in met:
+        groups = [(name, heard, own.alone[name]) for name, heard in one.alone.items()]
+        groups += [(n, many.heard, own.clients[n].heard) for n, many in one.clients.items()]
+        for name, heard, mine in groups:
+            for number, pair in enumerate(zip(heard, mine, strict=True), 1):
+                yield f"{name}, {number}", *pair
+
+
+def cost(workload: Workload, rounds: list[list[dict[str, Heard]]]) -> Record:
+    """The server over the bare engine: turn 1 is cold, later turns are warm."""
+    steps: list[Record] = []
+    for number, step in enumerate(workload.steps):
+        met = [(one[number]["server"], one[number]["engine"]) for one in rounds]
+        steps.append(
+            {
+                "name": step.name,
+                "server_ms": middle((server.first for server, _ in met), 1),
+                "engine_ms": middle((engine.first for _, engine in met), 1),
+                "added_ms": middle((server.first - engine.first for server, engine in met), 3),
+                "first_token_ratio": middle((s.first / e.first for s, e in met), 3),
+                "total_ratio": middle((s.total / e.total for s, e in met), 3),
+            }
+        )
+    ratios = [step["first_token_ratio"] for step in steps]
+    return {
+        "about": workload.about,
+        "steps": steps,
+        "cold": ratios[0],
+        "warm": middle(ratios[1:] or ratios, 3),
+        "goal": GOAL,
+        "equal": all(o["server"].text == o["engine"].text for one in rounds for o in one),
+    }
+
+
+# -- telling -------------------------------------------------------------------------------------
+
+
+def tables(result: Record) -> Iterator[Told]:
+    """Keepsight's times beside how many times slower each rival was."""
+    others = [name for name in result["servers"] if name != KEEPSIGHT]
+    for workload in result["workloads"]:
+        rows = []
+        for step in workload["steps"]:
+            mine = step["servers"][KEEPSIGHT]
+            row = [step["name"], str(mine["prompt_tokens"]), str(mine["cached_tokens"])]
+            row.append(f"{mine['first_token_ms']:.0f}")
+            rows.append([*row, *_ratios("first_token_ratio", others, step["servers"])])
+        for field, name in RATIOS.items():
+            row = [f"{name}, median after the first", "", "", ""]
+            rows.append([*row, *_ratios(field, others, workload["later"])])
+        columns = ["request", "prompt", "reused", "first token, ms", *others]
+        about = f"{workload['name']}, {workload['about']}"
+        yield f"{about} (rivals: how many times slower)", columns, rows
+    rows = [
+        [name, f"{told[KEEPSIGHT]['tokens_per_second']:.1f}", *_ratios("rate_ratio", others, told)]
+        for name, told in result["clients"].items()
+    ]
+    columns = ["clients", "tokens/s of all", *others]
+    yield "clients at once (rivals: how many times slower all answers)", columns, rows
+    overhead = result["overhead"]
+    fields = ("name", "server_ms:.1f", "engine_ms:.1f", "first_token_ratio:.3f")
+    rows = [cells(step, *fields) for step in overhead["steps"]]
+    rows += [[name, "", "", f"{overhead[name]:.3f}"] for name in ("cold", "warm")]
+    heading = f"the server over the bare engine, first token (aim {overhead['goal']:.2f})"
+    yield heading, ["request", "server, ms", "engine, ms", "ratio"], rows
+    rows = [
+        [name, f"{t['equal']} of {t['answers']}", f"{t['tokens_agree']} of {t['tokens']}"]
+        for name, t in result["identity"].items()
+    ]
+    yield "answers equal to Keepsight's", ["server", "answers", "tokens"], rows
+
+
+def _ratios(field: str, names: list[str], told: Record) -> list[str]:
+    return [f"{told[name][field]:.2f}" if name in told else "-" for name in names]
+
+
+main = bench("serving", __doc__, add, measure, tables, shapes=(*SHAPES, "demo", "demo-hybrid"))
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that servers end with it

@@ -230,7 +230,7 @@ def record_checkpoint(
         vlm = ks.load(path, dtype=dtype)
     elif shape in checkpoints.SHAPES:
         path = str(checkpoints.checkpoint(shape, "small", HERE.parent / "bench" / "checkpoints"))
-        side = 16 * checkpoints.SHAPES[shape].patch
+        side = 16 * checkpoints.patch_of(shape)
         images = [noise(1, side), noise(2, side)]
         vlm = ks.load(path, dtype=dtype)
     else:

@@ -93,10 +93,10 @@ def test_places_do_not_depend_on_where_a_folder_lies(photos: Path, tmp_path: Pat
 @bounded(50)
 @given(st.lists(st.text(min_size=1, max_size=9), unique=True, max_size=30), st.integers(1, 9))
 def test_shards_share_everything_once(places: list[str], machines: int) -> None:
-    from keepsight.encode.items import broken
+    from keepsight.encode.items import At, broken
 
     for place in places:
-        item = broken(place, place, "x")
+        item = broken(At(place, place), "x")
         taken = [item.in_shard(parse_shard(f"{n}/{machines}")) for n in range(1, machines + 1)]
         assert sum(taken) == 1 and item.in_shard(None)
 
@@ -378,7 +378,7 @@ def test_pages_are_images_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_page_is_not_drawn_to_be_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(documents._Document, "draw", None)
+    monkeypatch.setattr(documents.Document, "draw", None)
     assert all(item.open().name for item in read(pdf(tmp_path / "scan.pdf")))
 
 

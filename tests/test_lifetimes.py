@@ -24,7 +24,7 @@ from models import picture, turn
 
 import keepsight as ks
 from keepsight import Together
-from keepsight.encode.documents import _Document, pdf_lock
+from keepsight.encode.documents import Document, pdf_lock
 from keepsight.encode.run import work_ahead
 from keepsight.store import DiskStore, files, open_store
 from keepsight.store.remote import RemoteStore
@@ -265,7 +265,7 @@ def test_waiting_for_the_lock_may_end() -> None:
 
 
 def test_a_document_is_closed_by_who_has_the_library() -> None:
-    document, closed = object.__new__(_Document), []
+    document, closed = object.__new__(Document), []
     document._lock = pdf_lock()
     document._open = type("Open", (), {"close": lambda self: closed.append(1)})()
     with pdf_lock():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import models
@@ -18,7 +16,6 @@ from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as omni2
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni3
 
 import keepsight as ks
-from bench import towers as towers_bench
 from keepsight.errors import InputError, UnsupportedModel
 from keepsight.models.families import Family, Pixels, family_of
 from keepsight.models.families.tower_tensors import TowerTensors
@@ -343,16 +340,6 @@ def test_a_family_hears_the_same(kind: str, dtype: torch.dtype) -> None:
         pixels = Pixels(sound, {}, (), "audio")
         assert set(own.tower_tensors.of(sound)) > {"padded_feature", "cu_seqlens"}
         assert torch.equal(own.encode(pixels)[0]["features"], stock(own, pixels)["features"])
-
-
-def test_the_bench_says_what_is_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    argv = ["--shape", "qwen2_5_vl", "--grid", "4x6", "--repetitions", "1"]
-    assert towers_bench.main([*argv, "--out", str(tmp_path / "a" / "result.json")]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads((tmp_path / "a" / "result.json").read_text())
-    (run,) = result["runs"]
-    assert run["equal"] and run["bytes"] and run["made_ms"] > run["found_ms"] > 0
-    assert str(tmp_path) not in json.dumps(result)
 
 
 # -- in the open ---------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ added. Time runs from the messages to the first token.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -18,9 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 import keepsight
+from keepsight.bench.frame import now
 from keepsight.formats.package import Package
-from keepsight.kinds import Generating, Inputs, Message, Processor, Record
-from keepsight.models.families import Pixels
+from keepsight.kinds import Generating, Inputs, Message, Record
 from keepsight.models.renamed import with_cache
 from keepsight.prefix.prompt import Prompt, common
 from keepsight.report import Report, Usage
@@ -31,8 +30,7 @@ TIE = 1e-4  # logits closer than this share of their scale may swap (law 2)
 
 @dataclass
 class Answer:
-    """One contestant's answer to one prompt. Times are milliseconds since the messages were
-    given."""
+    """One contestant's answer to one prompt; milliseconds since the messages were given."""
 
     first: float
     total: float
@@ -41,27 +39,35 @@ class Answer:
     usage: Usage | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def per_token(self) -> float:
+        """Milliseconds of a token after the first."""
+        return (self.total - self.first) / max(1, len(self.tokens) - 1)
 
-def now() -> float:
-    """Milliseconds on a monotonic clock."""
-    return 1e3 * time.perf_counter()
+    @property
+    def counted(self) -> Usage:
+        """What Keepsight counted."""
+        if self.usage is None:
+            raise RuntimeError("an answer came without its usage")
+        return self.usage
+
+
+def decoding(count: int) -> Generating:
+    """So many greedy tokens, whatever they are."""
+    return {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
 
 
 class Keepsight:
     """The engine through its public API."""
-
-    name = "keepsight"
 
     def __init__(self, vlm: VLM) -> None:
         self.vlm = vlm
 
     def answer(self, messages: list[Message], count: int) -> Answer:
         """Stream `count` greedy tokens."""
-        start = now()
-        first, tokens = 0.0, []
+        start, first, tokens = now(), 0.0, []
         report, usage = Report(), Usage()
-        options: Generating = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        for piece in self.vlm.stream(messages, **options):
+        for piece in self.vlm.stream(messages, **decoding(count)):
             if piece.token is not None:
                 first = first or now() - start
                 tokens.append(piece.token)
@@ -73,25 +79,20 @@ class _FirstToken(BaseStreamer):
     """Notes the time of the first token; Transformers passes the prompt before it."""
 
     def __init__(self) -> None:
-        self._calls = 0
-        self.at = 0.0
+        self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self._calls += 1
-        if self._calls == 2:
-            self.at = now()
+        self.times.append(now())
 
     def end(self) -> None:
         """Nothing to close."""
 
 
-class StockContestant:
+class Stock:
     """Transformers alone, on the whole conversation, starting from files."""
 
-    name = "stock"
-
-    def __init__(self, model: PreTrainedModel, processor: Processor) -> None:
-        self._model, self._processor = model, processor
+    def __init__(self, vlm: VLM) -> None:
+        self._model, self._processor = vlm.model, vlm.runtime.needed_processor()
 
     def answer(self, messages: list[Message], count: int) -> Answer:
         """`model.generate` with `count` greedy tokens."""
@@ -102,21 +103,17 @@ class StockContestant:
         images = [Image.open(path).convert("RGB") for path in picture_paths(messages)]
         inputs = self._processor(text=[text], images=images or None, return_tensors="pt")
         inputs = inputs.to(self._model.device)
-        ready = now()
-        streamer = _FirstToken()
+        stages, streamer = {"processor": now() - start}, _FirstToken()
         output = self._model.generate(
             **inputs,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
+            **decoding(count),
             streamer=streamer,
             return_dict_in_generate=True,
             output_logits=True,
         )
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        answer = Answer(streamer.at - start, now() - start, tokens, logits=list(output.logits))
-        answer.stages["processor"] = ready - start
-        return answer
+        first = streamer.times[1] - start
+        return Answer(first, now() - start, tokens, stages, logits=list(output.logits))
 
 
 def picture_paths(messages: list[Message]) -> list[str]:
@@ -131,10 +128,8 @@ def picture_paths(messages: list[Message]) -> list[str]:
 
 
 def agreement(mine: list[int], stock: Answer, count: int | None = None) -> str:
-    """`equal`, `tie at token i`, or `DIFFERENT at token i` with the distance of the logits.
-
-    `count`: compare at most this many tokens.
-    """
+    """`equal`, `tie at token i`, or `DIFFERENT at token i` with the distance of the logits; of at
+    most `count` tokens."""
     theirs = stock.tokens[:count]
     if mine == theirs:
         return "equal"
@@ -142,8 +137,7 @@ def agreement(mine: list[int], stock: Answer, count: int | None = None) -> str:
     if spot is None:
         return f"DIFFERENT: {len(mine)} tokens, stock has {len(theirs)}"
     logits = stock.logits[spot][0].float()
-    gap = float(logits[stock.tokens[spot]] - logits[mine[spot]])
-    share = gap / float(logits.abs().max())
+    share = float((logits[stock.tokens[spot]] - logits[mine[spot]]) / logits.abs().max())
     if abs(share) <= TIE:
         return f"tie at token {spot}"
     return f"DIFFERENT at token {spot} (logits {share:.1e} of their scale apart)"
@@ -156,8 +150,6 @@ class Limit:
     is an ordinary `DynamicCache`, filled before the clock starts.
     """
 
-    name = "limit"
-
     def __init__(self, vlm: VLM) -> None:
         # A separate memory: naming a picture here must not save Keepsight the work.
         self._vlm = keepsight.wrap(vlm.model, vlm.processor)
@@ -165,7 +157,6 @@ class Limit:
         self._family = self._vlm.runtime.family
         ends = vlm.model.generation_config.eos_token_id
         self._ends = [ends] if isinstance(ends, int) else list(ends or [])
-        self._prompts: dict[str, Prompt] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -175,60 +166,42 @@ class Limit:
         self._cache: DynamicCache | None = None
         self._cached = 0
 
-    def know(self, features: Inputs) -> None:
-        """Store the features of some media by their feature ids, as if they were encoded
-        earlier."""
-        self._seen.update(features)
-
-    def prepare(self, name: str, messages: list[Message]) -> None:
-        """Prepare everything that a perfect memory would have; not measured."""
-        if name not in self._prompts:
-            self._prompts[name] = self._vlm.render(messages)
-        prompt = self.prompt = self._prompts[name]
-        shared = [common(p.ids, p.spans, prompt.ids, prompt.spans) for p in self._asked]
-        self.shared = max(shared, default=0)
-        goes_on = bool(shared) and shared[-1] == self.shared == self._cached
+    def prepare(self, messages: list[Message]) -> None:
+        """Everything that a perfect memory would have; not measured. Tells what is new."""
+        prompt = self._prompt = self._vlm.render(messages)
+        met = [common(p.ids, p.spans, prompt.ids, prompt.spans) for p in self._asked]
+        self.shared = max(met, default=0)
+        self.new_tokens = len(prompt) - self.shared
+        goes_on = bool(met) and met[-1] == self.shared == self._cached
         if not goes_on:
             self._cache, self._cached = DynamicCache(config=self._model.config), 0
         positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
         self._positions = positions.to(self._model.device)
-        self._new = {m.feature_id: m for m in prompt.media if m.feature_id not in self._seen}
+        new = {m.feature_id: m for m in prompt.media if m.feature_id not in self._seen}
+        self.new_images = len(new)
         # A package has no pixels; workloads hold none.
-        media = self._new.items()
-        self._pixels = {n: m.recall() for n, m in media if not isinstance(m.recall, Package)}
+        self._pixels = {n: m.recall() for n, m in new.items() if not isinstance(m.recall, Package)}
         if self.shared and not goes_on and self.new_tokens:
             self._forward(0, self.shared)
         self._asked.append(prompt)
 
-    @property
-    def new_tokens(self) -> int:
-        """Tokens that must be computed in any case."""
-        return len(self.prompt) - self.shared
-
-    @property
-    def new_images(self) -> int:
-        """Pictures that the tower must encode."""
-        return len(self._new)
-
+    @torch.inference_mode()
     def answer(self, messages: list[Message], count: int) -> Answer:
         """Compute one token; without new tokens there is nothing to run and the time is zero."""
         start = now()
         for name, pixels in self._pixels.items():
-            self._seen[name] = self._encode(pixels)
-        tower = now() - start
-        tokens = [self._forward(self.shared, len(self.prompt))] if self.new_tokens else []
+            tensors, container = self._family.encode(pixels)
+            self._seen[name] = SimpleNamespace(
+                modality="image", tensors=tensors, container=container
+            )
+        tokens = [self._forward(self.shared, len(self._prompt))] if self.new_tokens else []
         total = now() - start
-        return Answer(total, total, tokens, {"encode": tower, "prefill": total - tower})
-
-    @torch.inference_mode()
-    def _encode(self, pixels: Pixels) -> SimpleNamespace:
-        tensors, container = self._family.encode(pixels)
-        return SimpleNamespace(modality="image", tensors=tensors, container=container)
+        return Answer(total, total, tokens)
 
     @torch.inference_mode()
     def _forward(self, start: int, end: int) -> int:
         """Run tokens `start` to `end` through the model; return the best next token."""
-        prompt = self.prompt
+        prompt = self._prompt
         inputs: Inputs = {}
         spans = prompt.clip(start, end)
         if spans:

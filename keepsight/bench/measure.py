@@ -1,111 +1,130 @@
-"""Measures all contestants on every prompt of a workload, repeatedly and in changing order.
+"""Measures all contestants on every prompt of a workload, and first requests on an empty memory.
 
-Ratios are taken within one repetition, in which all contestants ran on the machine in the same
-state; their median is reported. So they also hold on a shared machine. Each repetition begins with
-an empty memory. Agreement of tokens is part of the result: with other tokens a time is worthless.
+Each repetition begins with an empty memory. Agreement of tokens is part of the result: with other
+tokens a time is worthless.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
-from keepsight.bench.contestants import Answer, Keepsight, Limit, StockContestant, agreement
-from keepsight.bench.workloads import Step, Workload
+import torch
+
+from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement
+from keepsight.bench.frame import interleaved, middle, now, ratio, say
+from keepsight.bench.options import Scale
+from keepsight.bench.workloads import Pictures, Step, Workload, user, words
 from keepsight.kinds import Record
+from keepsight.media.sources import decode_bytes
+from keepsight.system import digests
 from keepsight.vlm import VLM
 
 TOKENS = 8  # greedy tokens compared and timed behind each prompt
-Say = Callable[[str], None]
+_COLD = 9  # differences of three per cent are small; they need more repetitions
 
 
 @dataclass
 class Round:
-    """One prompt in one repetition, with all answers."""
+    """One prompt in one repetition, with all answers and what was new."""
 
     answers: dict[str, Answer]
-    new_tokens: int
-    new_images: int
-    shared: int
+    new_tokens: int = 0
+    new_images: int = 0
+    shared: int = 0
+
+    def first(self, above: str, below: str) -> tuple[float, float]:
+        """Milliseconds to the first token of two contestants."""
+        return self.answers[above].first, self.answers[below].first
 
 
-@dataclass
 class Bench:
     """One model and its contestants."""
 
-    vlm: VLM
-    keepsight: Keepsight = field(init=False)
-    stock: StockContestant = field(init=False)
-    limit: Limit = field(init=False)
+    def __init__(self, vlm: VLM) -> None:
+        self.vlm = vlm
+        self.keepsight, self.stock, self.limit = Keepsight(vlm), Stock(vlm), Limit(vlm)
 
-    def __post_init__(self) -> None:
-        self.keepsight = Keepsight(self.vlm)
-        self.stock = StockContestant(self.vlm.model, self.vlm.runtime.needed_processor())
-        self.limit = Limit(self.vlm)
+    def run(self, workload: Workload) -> Record:
+        """All repetitions of one workload, summarised."""
+        rounds = []
+        for number in range(workload.repetitions):
+            say(f"{workload.name}: repetition {number + 1} of {workload.repetitions}")
+            self.vlm.clear()
+            self.limit.reset()
+            rounds.append([self._meet(s, number + i) for i, s in enumerate(workload.steps)])
+        stats = self.vlm.stats()
+        held = {"prefix": stats["prefix"]["bytes"], "features": stats["features"]["bytes"]}
+        held["lanes"] = stats["prefix"]["lane_bytes"]
+        say(f"{workload.name}: warm against cold, bit for bit")
+        met = zip(workload.steps, zip(*rounds, strict=True), strict=True)
+        return {
+            "name": workload.name,
+            "about": workload.about,
+            "repetitions": workload.repetitions,
+            "steps": [_sums(step.name, list(answers)) for step, answers in met],
+            "warm_equals_cold": self.vlm.verify(workload.steps[-1].messages).equal,
+            "bytes": held,
+        }
+
+    def _meet(self, step: Step, turn: int) -> Round:
+        self.limit.prepare(step.messages)
+        new, images, shared = self.limit.new_tokens, self.limit.new_images, self.limit.shared
+
+        def ask(contestant: Keepsight | Stock | Limit) -> Answer:
+            gc.collect()
+            return contestant.answer(step.messages, TOKENS)
+
+        ways: dict[str, Callable[[int], Answer]] = {
+            "keepsight": lambda _: ask(self.keepsight),
+            "stock": lambda _: ask(self.stock),
+            "limit": lambda _: ask(self.limit),
+        }
+        (answers,) = interleaved(turn + 1, ways, turn)
+        return Round(answers, new, images, shared)
+
+    # -- nothing is known yet ----------------------------------------------------------------------
+
+    def cold(self, pictures: Pictures, scale: Scale) -> Record:
+        """First requests on an empty memory, for some numbers and sizes of pictures."""
+        small = scale.small
+        sizes = {"one small image": [small], "one image": [scale.picture]}
+        sizes["two images"] = [small, small]
+        repetitions = min(_COLD, 2 * scale.repetitions - 1)
+        cases = []
+        for number, (name, images) in enumerate(sizes.items()):
+            say(f"cold: {name}")
+            paths = [pictures.path(900 + 10 * number + i, *size) for i, size in enumerate(images)]
+            cases.append(
+                self._cold_case(name, [user(words(9, scale.question), *paths)], repetitions)
+            )
+        found = anatomy(self.vlm, pictures.path(950, *scale.picture), scale.repetitions)
+        return {"repetitions": repetitions, "cases": cases, "anatomy": found}
+
+    def _cold_case(self, name: str, messages: list[Record], repetitions: int) -> Record:
+        def ask(contestant: Keepsight | Stock) -> Answer:
+            self.vlm.clear()
+            gc.collect()
+            return contestant.answer(messages, TOKENS)
+
+        ways = {"keepsight": lambda _: ask(self.keepsight), "stock": lambda _: ask(self.stock)}
+        met = [Round(answers) for answers in interleaved(repetitions, ways)]
+        return {
+            "name": name,
+            "prompt_tokens": met[0].answers["keepsight"].counted.prompt_tokens,
+            "guard": guard(met),
+            "keepsight_over_stock": ratio(one.first("keepsight", "stock") for one in met),
+            **_first_tokens(met, "keepsight", "stock"),
+        }
 
 
-def run_workload(bench: Bench, workload: Workload, say: Say) -> Record:
-    """All repetitions of one workload, summarised."""
-    repetitions = workload.repetitions
-    rounds: list[list[Round]] = [[] for _ in workload.steps]
-    for repetition in range(repetitions):
-        say(f"{workload.name}: repetition {repetition + 1} of {repetitions}")
-        bench.vlm.clear()
-        bench.limit.reset()
-        for i, step in enumerate(workload.steps):
-            key = f"{workload.name}/{step.name}"
-            rounds[i].append(_meet(bench, step, key, repetition + i))
-    stats = bench.vlm.stats()
-    steps = [_sum_up(s.name, met) for s, met in zip(workload.steps, rounds, strict=True)]
-    say(f"{workload.name}: warm against cold, bit for bit")
-    verified = bench.vlm.verify(workload.steps[-1].messages)
-    return {
-        "name": workload.name,
-        "about": workload.about,
-        "repetitions": repetitions,
-        "steps": steps,
-        "warm_equals_cold": verified.equal,
-        "bytes": {
-            "prefix": stats["prefix"]["bytes"],
-            "features": stats["features"]["bytes"],
-            "lanes": stats["prefix"]["lane_bytes"],
-        },
-    }
-
-
-@contextmanager
-def quiet_heap() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection, so that collecting before each answer
-    is cheap and no collection interrupts one because of earlier objects."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _meet(bench: Bench, step: Step, key: str, shift: int) -> Round:
-    bench.limit.prepare(key, step.messages)
-    order: list[Keepsight | StockContestant | Limit] = [bench.keepsight, bench.stock, bench.limit]
-    order = order[shift % 3 :] + order[: shift % 3]
-    answers = {}
-    for contestant in order:
-        gc.collect()
-        answers[contestant.name] = contestant.answer(step.messages, TOKENS)
-    return Round(answers, bench.limit.new_tokens, bench.limit.new_images, bench.limit.shared)
-
-
-def _sum_up(name: str, met: list[Round]) -> Record:
+def _sums(name: str, met: list[Round]) -> Record:
     """One step over all repetitions."""
-    mine = [r.answers["keepsight"] for r in met]
-    usage = mine[0].usage
-    if usage is None:
-        raise RuntimeError("an answer came without its usage")
-    result: Record = {
+    mine, stock = ([one.answers[who] for one in met] for who in ("keepsight", "stock"))
+    usage = mine[0].counted
+    return {
         "name": name,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -115,26 +134,22 @@ def _sum_up(name: str, met: list[Round]) -> Record:
         "new_images": met[0].new_images,
         "encoded": usage.images_encoded,
         "guard": guard(met),
-    }
-    stock = [r.answers["stock"] for r in met]
-    return {
-        **result,
-        **first_tokens(met, "keepsight", "stock", "limit"),
-        "stock_over_keepsight": ratio(met, "stock", "keepsight"),
-        "keepsight_over_limit": ratio(met, "keepsight", "limit"),
-        "decode_ms": _per_token(mine),
-        "stock_decode_ms": _per_token(stock),
-        "stages": _stages(mine),
-        "stock_processor_ms": _stages(stock)["processor"],
+        **_first_tokens(met, "keepsight", "stock", "limit"),
+        "stock_over_keepsight": ratio(one.first("stock", "keepsight") for one in met),
+        "keepsight_over_limit": ratio(one.first("keepsight", "limit") for one in met),
+        "decode_ms": middle(answer.per_token for answer in mine),
+        "stock_decode_ms": middle(answer.per_token for answer in stock),
+        "stages": {n: middle(a.stages.get(n, 0.0) for a in mine) for n in mine[0].stages},
+        "stock_processor_ms": middle(answer.stages["processor"] for answer in stock),
     }
 
 
-def first_tokens(met: list[Round], *names: str) -> Record:
+def _first_tokens(met: list[Round], *names: str) -> Record:
     """The median time to the first token of each contestant, and its samples."""
     result: Record = {}
     for who in names:
-        samples = [r.answers[who].first for r in met]
-        result[f"{who}_ms"] = round(median(samples), 2)
+        samples = [one.answers[who].first for one in met]
+        result[f"{who}_ms"] = middle(samples)
         result[f"{who}_samples"] = [round(sample, 2) for sample in samples]
     return result
 
@@ -142,31 +157,45 @@ def first_tokens(met: list[Round], *names: str) -> Record:
 def guard(met: list[Round]) -> str:
     """The worst agreement with stock over all repetitions. Keepsight must also repeat its answer,
     and the limit must agree as far as it goes."""
-    mine = [r.answers["keepsight"].tokens for r in met]
+    mine = [one.answers["keepsight"].tokens for one in met]
     if any(tokens != mine[0] for tokens in mine):
         return "DIFFERENT from one repetition to the next"
-    found = {agreement(r.answers["keepsight"].tokens, r.answers["stock"]) for r in met}
-    for r in met:
-        if limit := r.answers.get("limit"):
+    found = {agreement(one.answers["keepsight"].tokens, one.answers["stock"]) for one in met}
+    for one in met:
+        if limit := one.answers.get("limit"):
             # A limit that computed something else is no limit.
-            words = agreement(limit.tokens, r.answers["stock"], len(limit.tokens))
-            found.add(f"DIFFERENT limit: {words}" if words.startswith("DIFFERENT") else words)
-    return max(found, key=lambda words: (words.startswith("DIFFERENT"), words != "equal"))
+            said = agreement(limit.tokens, one.answers["stock"], len(limit.tokens))
+            found.add(f"DIFFERENT limit: {said}" if said.startswith("DIFFERENT") else said)
+    return max(found, key=lambda said: (said.startswith("DIFFERENT"), said != "equal"))
 
 
-def ratio(met: list[Round], above: str, below: str) -> float | None:
-    """The median of the ratios within each repetition; None if there is nothing to divide by."""
-    pairs = [(r.answers[above].first, r.answers[below].first) for r in met]
-    if any(b < 0.05 for _, b in pairs):
-        return None
-    return round(median(a / b for a, b in pairs), 3)
+def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
+    """Cost of a new picture, stage by stage, and of `encode` relative to the tower alone."""
+    data = Path(path).read_bytes()
+    memory = vlm.runtime
+    image, processor = decode_bytes(data, path), memory.needed_processor()
+    pixels = memory.family.preprocess(processor, image, memory.image_options)
+    stages: dict[str, Callable[[], object]] = {
+        "decode_image": lambda: decode_bytes(data, path),
+        "preprocess": lambda: memory.family.preprocess(processor, image, memory.image_options),
+        "hash_file": lambda: digests.digest("file", data),
+        "hash_pixels": lambda: pixels.key,
+        "tower": lambda: memory.family.encode(pixels),
+        "encode": lambda: vlm.encode(path),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in stages}
+    with torch.inference_mode():
+        for _ in range(repetitions):
+            vlm.clear()
+            for name, stage in stages.items():
+                samples[name].append(timed(stage))
+    found = {f"{name}_ms": middle(times) for name, times in samples.items()}
+    pairs = zip(samples["encode"], samples["tower"], strict=True)
+    return {**found, "encode_over_tower": middle((a / b for a, b in pairs), 3)}
 
 
-def _per_token(answers: list[Answer]) -> float:
-    return round(median((a.total - a.first) / max(1, len(a.tokens) - 1) for a in answers), 2)
-
-
-def _stages(answers: list[Answer]) -> dict[str, float]:
-    """The median of each stage; `decode` is per answer, `first_token` the whole time to it."""
-    names = dict.fromkeys(name for answer in answers for name in answer.stages)
-    return {name: round(median(a.stages.get(name, 0.0) for a in answers), 2) for name in names}
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds of a call."""
+    start = now()
+    work()
+    return now() - start

@@ -2,8 +2,6 @@
 
 Pictures are noise in blocks, written as PNG files as users have them. Replies in a history are
 written here, not generated, so that every contestant, dtype and repetition sees the same prompt.
-The patterns are: W1 chat on one image, W4 retrieved pages in changing order, W5 an agent that adds
-one screenshot per step, W7 fixed references and one new image.
 """
 
 from __future__ import annotations
@@ -65,10 +63,11 @@ def words(seed: int, count: int) -> str:
     return f"{seed} " + " ".join(rng.choice(_TEXT.split(), count - 1))
 
 
-def user(text: str, *images: str) -> Message:
-    """A user's message, pictures first."""
+def user(text: str, *images: str, before: str = "") -> Message:
+    """A user's message: an opening, pictures, and the text."""
+    opening: list[Message] = [{"type": "text", "text": before}] if before else []
     parts: list[Message] = [{"type": "image", "image": image} for image in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    return {"role": "user", "content": [*opening, *parts, {"type": "text", "text": text}]}
 
 
 def assistant(text: str) -> Message:
@@ -79,26 +78,29 @@ def assistant(text: str) -> Message:
 def workloads(names: list[str], pictures: Pictures, scale: Scale) -> Iterator[Workload]:
     """The workloads of these names, in order; a large W1 follows the usual one."""
     for name in names:
-        if name == "W1":
-            yield _chat("W1", pictures, scale, scale.picture)
-            if scale.large is not None:
-                fewer = replace(scale, turns=min(scale.turns, 3), repetitions=scale.fewer)
-                yield _chat("W1 large", pictures, fewer, scale.large)
-        elif name == "peers":
-            yield peers_conversation(pictures, scale.peers, scale)
-        elif name in _MAKERS:
+        if name in _MAKERS:
             yield _MAKERS[name](pictures, scale)
+        if name == "W1" and scale.large is not None:
+            turns = min(scale.turns, 3)
+            large = replace(
+                scale, picture=scale.large, turns=turns, repetitions=scale.fewer, large=None
+            )
+            yield replace(_chat(pictures, large), name="W1 large")
 
 
-def _chat(name: str, pictures: Pictures, scale: Scale, size: tuple[int, int]) -> Workload:
+def _chat(pictures: Pictures, scale: Scale) -> Workload:
     history: list[Message] = []
     steps = []
     for turn in range(scale.turns):
-        images = [] if turn else [pictures.path(100, *size)]
+        images = [] if turn else [pictures.path(100, *scale.picture)]
         history = [*history, user(words(turn, scale.question), *images)]
         steps.append(Step(f"turn {turn + 1}", history))
         history = [*history, assistant(words(50 + turn, scale.answer))]
-    return Workload(name, f"chat on one image of {size[0]}x{size[1]}", steps, scale.repetitions)
+    return Workload("W1", f"chat on one image of {_size(scale)}", steps, scale.repetitions)
+
+
+def _size(scale: Scale) -> str:
+    return f"{scale.picture[0]}x{scale.picture[1]}"
 
 
 def _pages(pictures: Pictures, scale: Scale) -> Workload:
@@ -122,7 +124,7 @@ def _agent(pictures: Pictures, scale: Scale) -> Workload:
         history = [*history, user(words(turn, 2 * scale.question), shot)]
         steps.append(Step(f"step {turn + 1}", history))
         history = [*history, assistant(words(50 + turn, scale.answer))]
-    about = f"agent, one more screenshot of {scale.picture[0]}x{scale.picture[1]} a step"
+    about = f"agent, one more screenshot of {_size(scale)} a step"
     return Workload("W5", about, steps, scale.fewer)
 
 
@@ -132,34 +134,24 @@ def _references(pictures: Pictures, scale: Scale) -> Workload:
     for turn in range(scale.requests):
         new = pictures.path(750 + turn, *scale.picture)
         steps.append(Step(f"request {turn + 1}", [user(words(turn, scale.question), *fixed, new)]))
-    about = (
-        f"{scale.references} fixed images and a new one of {scale.picture[0]}x{scale.picture[1]}"
-    )
+    about = f"{scale.references} fixed images and a new one of {_size(scale)}"
     return Workload("W7", about, steps, scale.fewer)
 
 
-_MAKERS = {"W4": _pages, "W5": _agent, "W7": _references}
-
-
-def peers_conversation(pictures: Pictures, size: int, scale: Scale) -> Workload:
+def peers(pictures: Pictures, scale: Scale) -> Workload:
     """The conversation with which other engines are measured too (`bench/`)."""
-    one, two, three, four, five = (pictures.path(i, size, size) for i in range(5))
+    one, two, three, four, five = (pictures.path(i, scale.peers, scale.peers) for i in range(5))
+    said = "The first image is a pattern of coloured squares and the second one is another pattern."
     first = [user("Describe both images in detail, then compare the colours of the two.", one, two)]
-    second = [
-        *first,
-        assistant(
-            "The first image is a pattern of coloured squares and the second one "
-            "is another pattern."
-        ),
-        user("Which of the two images is brighter, and why?"),
-    ]
+    second = [*first, assistant(said), user("Which of the two images is brighter, and why?")]
     third = [
         *second,
         assistant("The second image is brighter in the upper half."),
         user("And how does this third image compare with them?", three),
     ]
-    other = _opened("You are looking at a new page of an album.", one, two)
-    never = _opened("Please consider the next two pictures here.", four, five)
+    asked = "Tell me what they show."
+    other = [user(asked, one, two, before="You are looking at a new page of an album.")]
+    never = [user(asked, four, five, before="Please consider the next two pictures here.")]
     prompts = {"T1": first, "T1r": first, "T2": second, "T3": third, "X": other, "C": never}
     about = (
         "two new images, the same again, a text turn, a third image, another opening, new images"
@@ -168,7 +160,4 @@ def peers_conversation(pictures: Pictures, size: int, scale: Scale) -> Workload:
     return Workload("peers", about, steps, scale.repetitions)
 
 
-def _opened(opening: str, *images: str) -> list[Message]:
-    message = user("Tell me what they show.", *images)
-    message["content"].insert(0, {"type": "text", "text": opening})
-    return [message]
+_MAKERS = {"W1": _chat, "W4": _pages, "W5": _agent, "W7": _references, "peers": peers}

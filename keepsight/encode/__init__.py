@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from keepsight.core.settings import tenant_name
 from keepsight.encode.files import ToFiles
 from keepsight.encode.items import Item, ReadOptions
-from keepsight.encode.places import Encoded, Place
+from keepsight.encode.places import Encoded, Making, Place
 from keepsight.encode.run import run
 from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
 from keepsight.encode.store import ToStore
@@ -77,6 +77,5 @@ def place_of(
 ) -> Place:
     """The place for packages: the model's store, or a folder of files."""
     whose = vlm.tenant if tenant is None else tenant_name(tenant)
-    if files is not None:
-        return ToFiles(vlm, files, whose, codec, max_tokens, batch)
-    return ToStore(vlm, whose, codec, max_tokens, batch)
+    making = Making(whose, codec, max_tokens, batch)
+    return ToStore(vlm, making) if files is None else ToFiles(vlm, making, files)

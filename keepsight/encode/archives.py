@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import IO, cast
 
-from keepsight.encode.items import Item, broken, kind_of, of_bytes
+from keepsight.encode.items import At, Item, broken, kind_of, of_bytes
 from keepsight.errors import ImageError
 from keepsight.media.sources import MAX_BYTES
 
@@ -28,77 +28,74 @@ _DAMAGED = (
 )
 
 
-def is_image(name: str) -> bool:
-    """Whether a member is taken for an image, by its name."""
+def _is_image(name: str) -> bool:
     return kind_of(name) == "image" and not os.path.basename(name).startswith(".")
 
 
-def zip_items(path: str, place: str) -> Iterator[Item]:
+def zip_items(at: At) -> Iterator[Item]:
     """The images in a zip archive."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(at.name) as archive:
             members = archive.infolist()
             if len(members) > MAX_MEMBERS:
-                raise ImageError(f"{path} has more than {MAX_MEMBERS} members")
+                raise ImageError(f"more than {MAX_MEMBERS} members")
             for member in members:
-                if is_image(member.filename) and not member.is_dir():
-                    yield _zip_item(archive, member, path, place)
+                if _is_image(member.filename) and not member.is_dir():
+                    yield _zip_item(archive, member, at.spot(member.filename))
     except _DAMAGED as error:
-        yield broken(path, place, f"{path} cannot be read as a zip archive: {error}")
+        yield broken(at, f"{at.name} cannot be read as a zip archive: {error}")
 
 
 def zip_count(path: str) -> int | None:
     """The number of images in a zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return sum(map(is_image, archive.namelist()))
+            return sum(map(_is_image, archive.namelist()))
     except _DAMAGED:
         return None
 
 
-def _zip_item(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str, place: str) -> Item:
-    name, place = f"{path}#{member.filename}", f"{place}#{member.filename}"
+def _zip_item(archive: zipfile.ZipFile, member: zipfile.ZipInfo, at: At) -> Item:
     if member.flag_bits & 1:
-        return broken(name, place, f"{name} is encrypted; unpack it first")
+        return broken(at, f"{at.name} is encrypted; unpack it first")
     if member.file_size > MAX_BYTES:
-        return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
+        return broken(at, f"{at.name} is larger than {MAX_BYTES} bytes")
     try:
         with archive.open(member) as file:
-            return of_bytes(file.read(MAX_BYTES + 1), name, place)
+            return of_bytes(file.read(MAX_BYTES + 1), at)
     except _DAMAGED as error:
-        return broken(name, place, f"{name} cannot be unpacked: {error}")
+        return broken(at, f"{at.name} cannot be unpacked: {error}")
 
 
-def tar_items(path: str, place: str) -> Iterator[Item]:
+def tar_items(at: At) -> Iterator[Item]:
     """The images in a tar archive, plain or compressed by gzip or bzip2."""
     try:
-        with closing(_Bounded(path)) as file:
+        with closing(_Bounded(at.name)) as file:
             # `r:` reads headers in place; the bounded file unpacks.
             with tarfile.open(fileobj=file, mode="r:", errorlevel=2) as archive:  # type: ignore[call-overload]
                 for number, member in enumerate(archive):
                     if number == MAX_MEMBERS:
                         raise ImageError(f"more than {MAX_MEMBERS} members")
                     archive.members = []  # or it would remember them all
-                    if is_image(member.name) and not member.isdir():
-                        yield _tar_item(archive, member, path, place)
+                    if _is_image(member.name) and not member.isdir():
+                        yield _tar_item(archive, member, at.spot(member.name))
                 file.seek(archive.offset)
                 if file.read(_BLOCK) != bytes(_BLOCK):  # `tarfile` also accepts a torn header
                     raise ImageError("it breaks off, or what follows the last member is damaged")
     except _DAMAGED as error:
-        yield broken(path, place, f"{path} cannot be read further as a tar archive: {error}")
+        yield broken(at, f"{at.name} cannot be read further as a tar archive: {error}")
 
 
-def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, place: str) -> Item:
-    name, place = f"{path}#{member.name}", f"{place}#{member.name}"
+def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, at: At) -> Item:
     if not member.isreg():
-        return broken(name, place, f"{name} is a link or a device and not a file; left alone")
+        return broken(at, f"{at.name} is a link or a device and not a file; left alone")
     if member.size > MAX_BYTES:
-        return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
+        return broken(at, f"{at.name} is larger than {MAX_BYTES} bytes")
     file = archive.extractfile(member)
     data = file.read(MAX_BYTES) if file is not None else b""
     if len(data) != member.size:
         raise ImageError(f"it ends in the middle of {member.name}")
-    return of_bytes(data, name, place)
+    return of_bytes(data, at)
 
 
 class _Bounded:

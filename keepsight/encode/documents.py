@@ -16,7 +16,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from keepsight.encode.items import Item, broken
+from keepsight.encode.items import At, Item, broken
 from keepsight.errors import ImageError
 from keepsight.media.clips import open_clip
 from keepsight.media.pictures import MAX_PIXELS
@@ -44,30 +44,29 @@ def _lock_of(process: int) -> FairLock:
     return FairLock("the PDF library")
 
 
-class _Document:
+class Document:
     """An open PDF. Pages are drawn in any thread, one at a time."""
 
     def __init__(self, path: str) -> None:
-        self._library, self._lock = pdfium(), pdf_lock()
-        self.path = path
+        self._library, self._lock, self.path = pdfium(), pdf_lock(), path
         try:
             if Path(path).stat().st_size > MAX_DOCUMENT:
                 raise ImageError(f"{path} is larger than {MAX_DOCUMENT} bytes")
             data = Path(path).read_bytes()
-        except OSError as error:
-            raise ImageError(f"{path} cannot be read: {error.strerror}") from None
-        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
-        self.name = digests.digest("pdf", data, made_by)
-        try:
             with self._lock:
                 self._open = self._library.PdfDocument(data)
                 self.pages = len(self._open)
+        except OSError as error:
+            raise ImageError(f"{path} cannot be read: {error.strerror}") from None
         except self._library.PdfiumError as error:
-            locked = "assword" in str(error)
-            hint = "; it is encrypted, save it without a password first" if locked else ""
+            hint = (
+                "; it is encrypted, save it without a password" if "assword" in str(error) else ""
+            )
             raise ImageError(f"{path} cannot be opened as a PDF: {error}{hint}") from None
         if not 0 < self.pages <= MAX_PAGES:
             raise ImageError(f"{path} has {self.pages} pages, expected 1 to {MAX_PAGES}")
+        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
+        self._name = digests.digest("pdf", data, made_by)
 
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # the garbage collector may call this at any moment: never wait
@@ -75,18 +74,18 @@ class _Document:
 
     def draw(self, number: int, dpi: int) -> Image.Image:
         """Draw a page, counted from 0, as an RGB image."""
-        label = f"{self.path}#page={number + 1}"
+        label, scale = f"{self.path}#page={number + 1}", dpi / _POINTS
         try:
             with self._lock:
                 page = self._open[number]
                 try:
-                    width, height = (side * dpi / _POINTS for side in page.get_size())
+                    width, height = (side * scale for side in page.get_size())
                     if not (width >= 1 and height >= 1 and width * height <= MAX_PIXELS):
                         raise ImageError(
                             f"{label} is {width:.0f}x{height:.0f} pixels at {dpi} dpi, expected 1 "
                             f"to {MAX_PIXELS} pixels; choose another dpi"
                         )
-                    drawn = page.render(scale=dpi / _POINTS, rev_byteorder=True).to_pil()
+                    drawn = page.render(scale=scale, rev_byteorder=True).to_pil()
                     image: Image.Image = drawn.convert("RGB")  # a copy: its memory is the page's
                     return image
                 finally:
@@ -96,14 +95,14 @@ class _Document:
 
     def source(self, number: int, dpi: int) -> Source:
         """The source of a page; it is drawn only if it is not known yet."""
-        name = digests.digest("pdf page", self.name, number, dpi)
+        name = digests.digest("pdf page", self._name, number, dpi)
         label = f"{self.path}#page={number + 1}"
         return Source(name, lambda: self.draw(number, dpi), label, [], file=file_label(label))
 
 
 def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
     """All pages of a PDF with at most `most` pages."""
-    document = _Document(path)
+    document = Document(path)
     if document.pages > most:
         raise ImageError(f"{path} has {document.pages} pages, expected at most {most}")
     return [document.draw(number, dpi) for number in range(document.pages)]
@@ -119,40 +118,36 @@ def page_count(path: str) -> int | None:
         return None
 
 
-def pdf_items(path: str, place: str, dpi: int) -> Iterator[Item]:
+def pdf_items(at: At, dpi: int) -> Iterator[Item]:
     """The pages of a PDF, each as an image."""
     try:
-        document = _Document(path)
+        document = Document(at.name)
     except ImageError as error:
-        yield broken(path, place, error)
+        yield broken(at, error)
         return
     for number in range(document.pages):
-        spot = f"#page={number + 1}"
-        yield Item(path + spot, place + spot, functools.partial(document.source, number, dpi))
+        opened = functools.partial(document.source, number, dpi)
+        yield Item(*at.spot(f"page={number + 1}"), opened)
 
 
-# -- videos --------------------------------------------------------------------------------------
-
-
-def video_items(path: str, place: str, fps: float | None) -> Iterator[Item]:
+def video_items(at: At, fps: float | None) -> Iterator[Item]:
     """A video as one medium, if the family takes videos; or `fps` frames a second as images."""
     optional("av", "video")
     if fps is None:
-        yield Item(path, place, lambda: open_clip(path, "video"), modality="video")
+        yield Item(*at, lambda: open_clip(at.name, "video"), modality="video")
         return
     due = 0.0
     try:
-        for number, (frame, rate) in enumerate(_frames(path)):
+        for number, (frame, rate) in enumerate(_frames(at.name)):
             if number / rate + 1e-9 >= due:
                 due += 1 / fps
-                spot = f"#frame={number}"
-                opened = functools.partial(_open_frame, frame)
-                yield Item(path + spot, place + spot, opened, frame.nbytes)
+                opened = functools.partial(_source, frame)
+                yield Item(*at.spot(f"frame={number}"), opened, frame.nbytes)
     except ImageError as error:
-        yield broken(path, place, error)
+        yield broken(at, error)
 
 
-def _open_frame(frame: np.ndarray) -> Source:
+def _source(frame: np.ndarray) -> Source:
     return open_source(Image.fromarray(frame))
 
 
@@ -166,7 +161,7 @@ def _frames(path: str) -> Iterator[tuple[np.ndarray, float]]:
                 if frame.width * frame.height > MAX_PIXELS:
                     raise ImageError(f"{path}: a frame of more than {MAX_PIXELS} pixels")
                 yield frame.to_ndarray(format="rgb24"), rate
-    except ImageError:
-        raise
     except (av.FFmpegError, IndexError, ValueError, OSError) as error:
+        if isinstance(error, ImageError):
+            raise
         raise ImageError(f"{path} cannot be decoded as a video: {error}") from error

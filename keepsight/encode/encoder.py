@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from keepsight.core.settings import tenant_name
-from keepsight.encode.items import Item, of_value
-from keepsight.encode.places import Encoded, Place
+from keepsight.encode.items import At, Item, of_value
+from keepsight.encode.places import Encoded, Making
 from keepsight.encode.run import run
 from keepsight.encode.store import ToStore
 from keepsight.errors import InputError
@@ -57,12 +57,11 @@ class Encoder:
             raise InputError("store='' is no place for packages; name a folder or an address")
         self._model, self._options = os.fspath(model), {"store": os.fspath(store), **options}
         self._column, self._prefix, self._threads = column, prefix, threads
-        self._how = (tenant_name(tenant), codec, max_tokens, batch)
+        self._making = Making(tenant_name(tenant), codec, max_tokens, batch)
         # The thread count of a CPU is part of how features are made: workers that should make equal
         # ones need the number.
         self._torch_threads = torch_threads
-        self._vlm: VLM | None = None
-        self._place: Place | None = None
+        self._loaded: tuple[VLM, ToStore] | None = None
 
     def __call__(self, batch: Record) -> Record:
         """The batch, with four more columns."""
@@ -79,39 +78,35 @@ class Encoder:
 
     def encode(self, items: Iterable[Item]) -> Iterator[Encoded]:
         """The results of some items, once their packages are safe."""
-        if self._place is None:
+        if self._loaded is None:
             from keepsight.vlm import load
 
             if self._torch_threads is not None:
                 torch.set_num_threads(self._torch_threads)
-            self._vlm = load(self._model, **self._options)
-            self._place = ToStore(self._vlm, *self._how)
-        return run(items, self._place, None, self._threads, back=_BACK)
+            vlm = load(self._model, **self._options)
+            self._loaded = vlm, ToStore(vlm, self._making)
+        return run(items, self._loaded[1], None, self._threads, back=_BACK)
 
     def close(self) -> None:
         """Release the model; the next batch would load it again."""
-        if self._vlm is not None:
-            self._vlm.close()
-        self._vlm = self._place = None
+        if self._loaded is not None:
+            self._loaded[0].close()
+        self._loaded = None
 
     def __getstate__(self) -> Record:
         """The options alone: the model itself is never pickled."""
-        return {**vars(self), "_vlm": None, "_place": None}
+        return {**vars(self), "_loaded": None}
 
 
 def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
     """One item for each row, for any type of column."""
     for row, value in enumerate(values):
         name = f"{column}, row {row} of the batch"
-        if isinstance(value, Image.Image | np.ndarray | torch.Tensor):
-            yield _in_memory(value, name)
-        elif isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):
             raise InputError(
                 f"{name}: expected one image, got a list; explode the column into one image a row"
             )
+        if isinstance(value, Image.Image | np.ndarray | torch.Tensor):
+            yield Item(name, name, lambda value=value: open_source(value))  # type: ignore[misc]
         else:
-            yield from of_value(value, "", name, name)
-
-
-def _in_memory(image: object, name: str) -> Item:
-    return Item(name, name, lambda: open_source(image))
+            yield from of_value(value, "", At(name, name))

@@ -10,12 +10,12 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepsight.encode.items import Item
-from keepsight.encode.places import Encoded, Place
+from keepsight.encode.places import Encoded, Making, Place
 from keepsight.errors import FileError, StoreError
 from keepsight.formats import tensorfile
 from keepsight.formats.codecs import EXACT
@@ -35,23 +35,14 @@ _IN_NAME = 12  # hex digits of the digest in a file name; the identity is inside
 class ToFiles(Place):
     """A folder of package files as the place for packages."""
 
-    def __init__(
-        self,
-        vlm: VLM,
-        folder: str | os.PathLike[str],
-        tenant: str = "",
-        codec: str = EXACT,
-        max_tokens: int | None = None,
-        batch: int = 1,
-    ) -> None:
-        super().__init__(vlm, tenant, codec, max_tokens, batch)
+    def __init__(self, vlm: VLM, making: Making, folder: str | os.PathLike[str]) -> None:
+        super().__init__(vlm, making)
         self._folder = expanded(folder)
         try:
             private_files.make_folders(self._folder)
         except OSError as error:
             raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
-        self._by_file: dict[str, list[Path]] = defaultdict(list)  # by the bytes of the image file
-        self._by_key: dict[str, list[Path]] = defaultdict(list)
+        self._there: dict[str, list[Path]] = defaultdict(list)  # by digests of bytes and of pixels
         self._sound: dict[Path, Package] = {}  # read or written; without tensors
         for path in sorted(self._folder.glob("*.sight")):
             if path.name.startswith("."):
@@ -65,20 +56,19 @@ class ToFiles(Place):
 
     def _list(self, path: Path, record: Record) -> None:
         about = record.get("about")
-        file = about.get("file") if isinstance(about, dict) else None
-        self._by_file[str(file)].append(path)
-        self._by_key[str(record.get("key"))].append(path)
+        self._there[str(about.get("file") if isinstance(about, dict) else None)].append(path)
+        self._there[str(record.get("key"))].append(path)
 
     def find_file(self, item: Item, source: Source) -> Encoded | None:
         """An intact package of the same bytes: nothing is decoded."""
-        return self._first(item, self._by_file.get(source.name, ()))
+        return self._first(item, source.name)
 
     def find(self, item: Item, medium: Medium) -> Encoded | None:
         """An intact package of the same pixels."""
-        return self._first(item, self._by_key.get(medium.key, ()))
+        return self._first(item, medium.key)
 
-    def _first(self, item: Item, paths: Iterable[Path]) -> Encoded | None:
-        for path in paths:
+    def _first(self, item: Item, digest: str) -> Encoded | None:
+        for path in self._there.get(digest, ()):
             if path in self._sound or self._check(path):
                 package = self._sound[path]
                 made, tokens = package.feature_id, package.tokens
@@ -92,7 +82,7 @@ class ToFiles(Place):
         except (FileError, OSError):
             return False
         codec = package.provenance.get("codec")
-        if (codec["name"] if isinstance(codec, dict) else codec) != self._codec:
+        if (codec["name"] if isinstance(codec, dict) else codec) != self.making.codec:
             return False
         exact = {**package.provenance, "codec": EXACT}
         if not self._vision.fits(dataclasses.replace(package, provenance=exact)):
@@ -104,7 +94,7 @@ class ToFiles(Place):
         """Write the package under a readable name without collisions."""
         package, _ = self._vision.package(medium, beside=beside)
         about = dict(package.about, file=source.name)
-        package = dataclasses.replace(package.pack(self._codec), about=about)
+        package = dataclasses.replace(package.pack(self.making.codec), about=about)
         made = package.feature_id
         digest = digests.digest("package file", source.name, made)
         stem = _stem(item.name)
@@ -123,8 +113,7 @@ class ToFiles(Place):
 
 def _stem(name: str) -> str:
     """A file name from an item's name, which may hold anything: no folders, no hidden files."""
-    last = re.split(r"[/\\]", name)[-1]
-    base, spot = re.match(r"(.*?)(#.*)?$", last, re.S).groups()  # type: ignore[union-attr]
-    text = os.path.splitext(base)[0] + re.sub(r"[^\w.=-]", "_", (spot or "").replace("#", "-"))
-    text = "".join(c if c.isprintable() else "_" for c in text).lstrip(".")
+    base, _, spot = re.split(r"[/\\]", name)[-1].partition("#")
+    text = os.path.splitext(base)[0] + re.sub(r"[^\w.=-]", "_", f"-{spot}".replace("#", "-"))
+    text = "".join(c if c.isprintable() else "_" for c in text.rstrip("-")).lstrip(".")
     return text.encode(errors="replace")[:120].decode(errors="ignore") or "image"

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.media.sources import (
@@ -60,6 +61,17 @@ class ReadOptions:
             raise InputError(f"fps={self.fps}; expected frames per second, up to 1000")
 
 
+class At(NamedTuple):
+    """Where an image is: its name, and its place, which is equal on all machines."""
+
+    name: str
+    place: str
+
+    def spot(self, text: object) -> At:
+        """A spot inside, such as `page=3`."""
+        return At(f"{self.name}#{text}", f"{self.place}#{text}")
+
+
 @dataclass(frozen=True)
 class Item:
     """One image or video to encode."""
@@ -78,62 +90,53 @@ class Item:
         return int(digests.digest("shard", self.place)[:16], 16) % count == number - 1
 
 
-def broken(name: str, place: str, error: str | Exception) -> Item:
+def broken(at: At, error: str | Exception) -> Item:
     """An item that cannot be opened: it is reported, and the run continues."""
-    reason = error if isinstance(error, KeepsightError) else ImageError(str(error))
 
     def refuse() -> Source:
-        raise reason
+        raise error if isinstance(error, KeepsightError) else ImageError(str(error))
 
-    return Item(name, place, refuse)
-
-
-def of_file(path: str, place: str) -> Item:
-    """A file that holds one image."""
-    return Item(path, place, lambda: open_source(Path(path)))
+    return Item(*at, refuse)
 
 
-def of_bytes(data: bytes, name: str, place: str) -> Item:
-    """An image from the bytes of a file."""
+def of_bytes(data: bytes, at: At) -> Item:
+    """An image from the bytes of a file; named like the same bytes elsewhere."""
     if len(data) > MAX_BYTES:
-        return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
-    return Item(name, place, lambda: _open_bytes(data, name), len(data))
+        return broken(at, f"{at.name} is larger than {MAX_BYTES} bytes")
+
+    def opened() -> Source:
+        decode, file = lambda: decode_bytes(data, at.name), file_label(at.name)
+        return dataclasses.replace(open_source(data), label=at.name, decode=decode, file=file)
+
+    return Item(*at, opened, len(data))
 
 
-def _open_bytes(data: bytes, name: str) -> Source:
-    """Named like the same bytes elsewhere; only messages tell the place."""
-    decode, file = lambda: decode_bytes(data, name), file_label(name)
-    return dataclasses.replace(open_source(data), label=name, decode=decode, file=file)
-
-
-def of_text(text: str, folder: str, name: str, place: str) -> Item:
+def of_text(text: str, folder: str, at: At) -> Item:
     """An image behind a path (relative to `folder`), a URL or a data URI."""
     if not text.strip():
-        return broken(name, place, f"{name}: there is no path in it")
+        return broken(at, f"{at.name}: there is no path in it")
     if text.startswith(("http://", "https://", "data:")):
         # The bytes of a URL are not kept: a list may have any number of them.
-        return Item(name, place, lambda: of_bytes(read_bytes(text), name, place).open())
-    if text.startswith("file://"):
-        return Item(name, place, lambda: open_source(text))
-    return Item(name, place, lambda: open_source(Path(folder, text)))
+        return Item(*at, lambda: of_bytes(read_bytes(text), at).open())
+    return Item(
+        *at, lambda: open_source(text if text.startswith("file://") else Path(folder, text))
+    )
 
 
-def of_value(value: object, folder: str, name: str, place: str) -> list[Item]:
+def of_value(value: object, folder: str, at: At) -> Iterator[Item]:
     """The images in a cell of a table: bytes, {bytes, path}, a path, a URL, or a list of those."""
     if isinstance(value, list | tuple):
-        parts = [of_value(v, folder, f"{name}#{i}", f"{place}#{i}") for i, v in enumerate(value)]
-        return [item for part in parts for item in part]
+        for number, part in enumerate(value):
+            yield from of_value(part, folder, at.spot(number))
+        return
     if isinstance(value, dict):
-        data, path = value.get("bytes"), value.get("path")
-        value = data if data is not None else path
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes | bytearray | memoryview):
-        return [of_bytes(bytes(value), name, place)]
-    if isinstance(value, str):
-        return [of_text(value, folder, name, place)]
-    if value is None:
-        return [broken(name, place, f"{name}: the cell is empty")]
-    why = (
-        f"{name}: the cell holds a {type(value).__name__}, expected the bytes of an image file, "
-        "{'bytes': ..., 'path': ...}, a path or a URL"
-    )
-    return [broken(name, place, why)]
+        yield of_bytes(bytes(value), at)
+    elif isinstance(value, str):
+        yield of_text(value, folder, at)
+    elif value is None:
+        yield broken(at, f"{at.name}: the cell is empty")
+    else:
+        wanted = "the bytes of an image file, {'bytes': ..., 'path': ...}, a path or a URL"
+        yield broken(at, f"{at.name}: the cell holds a {type(value).__name__}, expected {wanted}")

@@ -47,7 +47,8 @@ def run_on_ray(
     shard: Shard = None,
     workers: int | None = None,
 ) -> Generator[Encoded]:
-    """The results of each image, in the order in which workers finish."""
+    """The results of each image, in the order in which workers finish. The cluster is the one named
+    by RAY_ADDRESS or running here, otherwise a local one."""
     data, ray = optional("ray.data", "ray", "ray[data]"), optional("ray", "ray")
     # As JSON, because file names may hold bytes that no table accepts as text.
     groups = [{"pieces": json.dumps([vars(p) for p in group])} for group in grouped(pieces)]
@@ -57,20 +58,18 @@ def run_on_ray(
     options = {"torch_threads": torch.get_num_threads(), **options}
     started = not ray.is_initialized()
     if started:
-        # The cluster named by RAY_ADDRESS or running here, otherwise a local one.
         ray.init(log_to_driver=False, include_dashboard=None, logging_level=logging.ERROR)
     try:
         data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         have = ray.cluster_resources()
-        on_gpu = options.get("device_map") is not None and have.get("GPU", 0) > 0
-        most = workers or int(have.get("GPU" if on_gpu else "CPU", 1))
+        kind = "GPU" if options.get("device_map") is not None and have.get("GPU", 0) else "CPU"
         found = data.from_items(groups, override_num_blocks=len(groups)).map_batches(
             PieceEncoder,
             fn_constructor_args=(reading, shard, options),
             batch_size=1,
-            concurrency=max(1, min(len(groups), most)),
-            **({"num_gpus": 1} if on_gpu else {"num_cpus": 1}),
+            concurrency=max(1, min(len(groups), workers or int(have.get(kind, 1)))),
+            **{f"num_{kind.lower()}s": 1},
         )
         for row in found.iter_rows():
             yield Encoded(**json.loads(row["result"]))

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from keepsight.encode.items import Item
 from keepsight.errors import InputError, KeepsightError
@@ -40,8 +40,7 @@ class Encoded:
 
     def to_dict(self) -> Record:
         """Plain data for JSON."""
-        package = None if self.package is None else str(self.package)
-        return {**vars(self), "package": package}
+        return {**vars(self), "package": None if self.package is None else str(self.package)}
 
 
 @dataclass(frozen=True)
@@ -59,45 +58,52 @@ class Look:
         return pixels.nbytes if pixels is not None else 0
 
 
-class Place:
-    """Where packages go. `batch` pictures share a pass of the tower."""
+@dataclass(frozen=True)
+class Making:
+    """How packages are made, and whose they are; `batch` pictures share a pass of the tower."""
 
-    def __init__(
-        self,
-        vlm: VLM,
-        tenant: str = "",
-        codec: str = EXACT,
-        max_tokens: int | None = None,
-        batch: int = 1,
-    ) -> None:
-        if max_tokens is not None and max_tokens < 1:
-            raise InputError(f"max_tokens={max_tokens}; expected at least 1")
-        self._runtime, self._tenant, self._codec = vlm.runtime, tenant, check_codec(codec)
-        self._max_tokens, self.batch = max_tokens, batch
+    tenant: str = ""
+    codec: str = EXACT
+    max_tokens: int | None = None
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError(f"max_tokens={self.max_tokens}; expected at least 1")
+        check_codec(self.codec)
+
+
+class Place:
+    """Where packages go."""
+
+    def __init__(self, vlm: VLM, making: Making) -> None:
+        self._runtime, self.making = vlm.runtime, making
         self._counted: dict[str, None] = {}  # packages of this run, by feature id
         self._refresh()
 
     def _refresh(self) -> None:
         with self._runtime.lock:
-            self._runtime.refresh(tenant=self._tenant)
-            self._vision = self._runtime.vision_of(self._tenant).batched(self.batch)
-
-    # -- in a thread -------------------------------------------------------------------------------
+            self._runtime.refresh(tenant=self.making.tenant)
+            vision = self._runtime.vision_of(self.making.tenant)
+            self._vision = vision.batched(self.making.batch)
 
     def look(self, item: Item) -> Look:
-        """Do everything that needs no tower: open, name, decode and preprocess."""
+        """In a thread: everything that needs no tower: open, name, decode and preprocess."""
         try:
             source = item.open()
             known = self.find_file(item, source)
-            return Look(item, None, known) if known is not None else self._look(item, source)
+            return self._look(item, source) if known is None else Look(item, None, known)
         except KeepsightError as error:
             return Look(item, None, Encoded(item.name, "broken", error=str(error)))
 
     def _look(self, item: Item, source: Source) -> Look:
-        namer = self._vision.namer
+        namer, most = self._vision.namer, self.making.max_tokens
         looked = namer.look(source, item.modality)
         medium = self._vision.medium_of(looked)
-        result = self.find(item, medium) or self._skipped(item, medium.tokens)
+        result = self.find(item, medium)
+        if result is None and most is not None and medium.tokens > most:
+            error = f"{medium.tokens} tokens, more than {most}; --max-pixels would make it smaller"
+            result = Encoded(item.name, "skipped", tokens=medium.tokens, error=error)
         if result is not None:
             looked.source.fresh.clear()
             looked = dataclasses.replace(looked, pixels=None)
@@ -107,38 +113,29 @@ class Place:
             looked = dataclasses.replace(looked, pixels=pixels)
         return Look(item, looked, result)
 
-    def _skipped(self, item: Item, tokens: int) -> Encoded | None:
-        most = self._max_tokens
-        if most is None or tokens <= most:
-            return None
-        error = f"{tokens} tokens, more than {most}; --max-pixels would make it smaller"
-        return Encoded(item.name, "skipped", tokens=tokens, error=error)
-
-    # -- in its turn -------------------------------------------------------------------------------
-
     def settle(self, look: Look, beside: Sequence[Look] = ()) -> Encoded:
-        """Do the rest, in the order of the items: run the tower and hand over the package. Those
-        `beside` it come next, and may share its pass."""
-        if look.result is not None:
-            if look.looked is not None and look.looked.aliases:
-                with self._runtime.lock:
-                    self._vision.namer.learn(look.looked)
-            return self._count(look.result)
-        try:
-            with self._runtime.lock:
-                return self._count(self._encode(look.item, cast(Inspected, look.looked), beside))
-        except InputError as error:
-            return Encoded(look.item.name, "broken", error=str(error))
-
-    def _encode(self, item: Item, looked: Inspected, beside: Sequence[Look]) -> Encoded:
-        self._runtime.require_open()
-        self._refresh()  # weights may change at any time; it is noticed here
-        medium = self._vision.admit_looked(looked)
-        known = self.find(item, medium)  # an equal image may have been encoded meanwhile
-        if known is not None:
-            return known
-        waiting = [look.looked for look in beside if look.looked is not None]
-        return self.make(item, looked.source, medium, self._vision.expect(waiting))
+        """In its turn: run the tower and hand over the package. Those `beside` it come next, and
+        may share its pass."""
+        result, looked = look.result, look.looked
+        with self._runtime.lock:
+            if result is not None:
+                if looked is not None and looked.aliases:
+                    self._vision.namer.learn(looked)
+                return self._count(result)
+            try:
+                self._runtime.require_open()
+                self._refresh()  # weights may change at any time; it is noticed here
+                if looked is None:
+                    raise InputError(f"{look.item.name} was not looked at")
+                medium = self._vision.admit_looked(looked)
+                result = self.find(look.item, medium)  # an equal one may be encoded meanwhile
+                if result is None:
+                    waiting = [other.looked for other in beside if other.looked is not None]
+                    expected = self._vision.expect(waiting)
+                    result = self.make(look.item, looked.source, medium, expected)
+                return self._count(result)
+            except InputError as error:
+                return Encoded(look.item.name, "broken", error=str(error))
 
     def _count(self, result: Encoded) -> Encoded:
         made = result.feature_id

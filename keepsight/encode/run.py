@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
 from keepsight.encode.items import Item
@@ -44,39 +43,27 @@ def run(
     At the end, `back` of the packages reported first, or all, must still exist.
     """
     mine = (item for item in items if item.in_shard(shard))
-    looks = work_ahead(
-        place.look,
-        mine,
-        threads or usual_threads(),
-        BUDGET,
-        lambda item: item.nbytes,
-        lambda look: look.nbytes,
-    )
+    sizes = (lambda item: item.nbytes), (lambda look: look.nbytes)
+    looks = work_ahead(place.look, mine, threads or _usual_threads(), BUDGET, *sizes)
     waiting: list[Encoded] = []
     written, since = 0, time.monotonic()
-    while group := list(itertools.islice(looks, place.batch)):
+    while group := list(itertools.islice(looks, place.making.batch)):
         for number, look in enumerate(group):
             waiting.append(place.settle(look, group[number + 1 :]))
             written += waiting[-1].nbytes
             if written > _BYTES or time.monotonic() - since > _SECONDS:
-                yield from _confirmed(place, waiting)
+                place.flush()
+                yield from map(place.confirm, waiting)
                 waiting, written, since = [], 0, time.monotonic()
-    yield from _confirmed(place, waiting)
+    place.flush()
+    yield from map(place.confirm, waiting)
     place.look_back(back)
 
 
-def _confirmed(place: Place, results: list[Encoded]) -> list[Encoded]:
-    place.flush()
-    return [place.confirm(result) for result in results]
-
-
-def usual_threads() -> int:
+def _usual_threads() -> int:
     """One thread per processor besides the one that feeds the tower, up to a limit."""
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(8, (have or 1) - 1))
-
-
-# -- work ahead ----------------------------------------------------------------------------------
 
 
 def work_ahead(
@@ -97,14 +84,14 @@ def work_ahead(
     count = held = 0
     closed = False
 
-    def full() -> bool:
-        return count >= _DEEP * threads or (count > 0 and held >= budget)
-
     def add(things: int, nbytes: int) -> None:
         nonlocal count, held
         with changed:
             count, held = count + things, held + nbytes
             changed.notify()
+
+    def may_go_on() -> bool:
+        return closed or count == 0 or (count < _DEEP * threads and held < budget)
 
     def work_on(thing: T) -> R:
         result = work(thing)
@@ -115,7 +102,7 @@ def work_ahead(
         try:
             for thing in things:
                 with changed:
-                    changed.wait_for(lambda: closed or not full())
+                    changed.wait_for(may_go_on)
                 if closed:
                     return
                 add(1, before(thing))
@@ -126,35 +113,27 @@ def work_ahead(
 
     pool = ThreadPoolExecutor(threads, "keepsight-ahead")
     feeder = threading.Thread(target=feed, name="keepsight-ahead-feed", daemon=True)
+    usual = sys.getswitchinterval()
     wait = True
-    with _short_turns():
-        feeder.start()
-        try:
-            while (found := lane.get()) is not None:
-                if isinstance(found, Exception):
-                    raise found
-                nbytes, future = found
-                result = future.result()
-                yield result
-                add(-1, -nbytes - after(result))
-        except GeneratorExit:  # perhaps from the garbage collector, which must not wait
-            wait = False
-            raise
-        finally:
-            with changed:
-                closed = True
-                changed.notify_all()
-            pool.shutdown(wait=False, cancel_futures=True)
-            if wait:
-                feeder.join()
-                pool.shutdown()
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _TURN))
     try:
-        yield
+        sys.setswitchinterval(min(usual, _TURN))
+        feeder.start()
+        while (found := lane.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            nbytes, future = found
+            result = future.result()
+            yield result
+            add(-1, -nbytes - after(result))
+    except GeneratorExit:  # perhaps from the garbage collector, which must not wait
+        wait = False
+        raise
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(usual)
+        with changed:
+            closed = True
+            changed.notify_all()
+        pool.shutdown(wait=False, cancel_futures=True)
+        if wait:
+            feeder.join()
+            pool.shutdown()

@@ -1,8 +1,8 @@
 """Splits sources that a user names into pieces, and pieces into items.
 
 A piece is one file (or one line of a list) as plain data, so it can be sent to another machine;
-finding pieces opens only lists. A piece is read when its turn comes, and an error in it becomes an
-item.
+finding pieces opens only lists. A piece is read when its turn comes, by the reader of its kind, and
+an error in it becomes an item.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
 
 from keepsight.encode import archives, documents, tables
-from keepsight.encode.items import Item, ReadOptions, broken, kind_of, of_file, of_text
+from keepsight.encode.items import At, Item, ReadOptions, broken, kind_of, of_text
 from keepsight.errors import InputError
+from keepsight.media.sources import open_source
 
 MAX_LINE = 64 << 20  # may contain a data URI
 
@@ -41,11 +44,14 @@ class SourceScan:
     left_out: list[str] = field(default_factory=list)
 
 
+# -- sources to pieces ---------------------------------------------------------------------------
+
+
 def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> SourceScan:
     """Files, folders (with their contents), globs and lists, in a stable order."""
     found, seen = SourceScan(), set()
     for source in sources:
-        for piece in _pieces_of(os.fspath(source), column, found):
+        for piece in _pieces_of(os.fspath(source), column, found.left_out):
             mark = (piece.path, piece.place if piece.kind in ("text", "broken") else "")
             if mark not in seen:
                 seen.add(mark)
@@ -53,35 +59,32 @@ def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> So
     return found
 
 
-def _pieces_of(source: str, column: str, found: SourceScan) -> Iterator[SourcePiece]:
+def _pieces_of(source: str, column: str, left_out: list[str]) -> Iterator[SourcePiece]:
     path = os.path.expanduser(source)
     if source.startswith(("http://", "https://")):
         yield SourcePiece(source, "text", source)
-    elif os.path.isdir(path):
-        yield from _inside(path, "", found)
-    elif os.path.lexists(path):
-        yield from _named(path, os.path.basename(path), column)
+        return
+    if os.path.lexists(path):
+        paths, root, named = [path], "" if os.path.isdir(path) else os.path.dirname(path), True
     else:
-        yield from _matches(source, path, column, found)
-
-
-def _matches(source: str, pattern: str, column: str, found: SourceScan) -> Iterator[SourcePiece]:
-    """The matches of a glob: all if it has a suffix, otherwise as from a folder."""
-    paths = sorted(glob.glob(pattern, recursive=True))
+        paths = sorted(glob.glob(path, recursive=True))
+        root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0]) or "."
+        named = bool(os.path.splitext(path)[1])  # else a glob takes as a folder does
     if not paths:
         raise InputError(f"{source}: there is no such file or folder, and nothing matches it")
-    root = os.path.dirname(re.split(r"[*?\[]", pattern, maxsplit=1)[0])
-    for path in paths:
-        place = os.path.relpath(path, root or ".")
-        if os.path.isdir(path):
-            yield from _inside(path, place, found)
-        elif os.path.splitext(pattern)[1]:
-            yield from _named(path, place, column)
+    for one in paths:
+        place = os.path.relpath(one, root or ".") if root or one != path else ""
+        if os.path.isdir(one):
+            yield from _inside(one, place, left_out)
+        elif named and kind_of(one) == "list":
+            yield from _lines(one, place, column)
+        elif named:
+            yield SourcePiece(one, kind_of(one) or "image", place)
         else:
-            yield from _taken(path, place, found)
+            yield from _taken(one, place, left_out)
 
 
-def _inside(folder: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
+def _inside(folder: str, place: str, left_out: list[str]) -> Iterator[SourcePiece]:
     """The usable files in a folder, without hidden ones."""
     for root, folders, files in os.walk(os.path.normpath(folder)):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -92,27 +95,18 @@ def _inside(folder: str, place: str, found: SourceScan) -> Iterator[SourcePiece]
             yield SourcePiece(path, "arrow", _below(here, os.path.basename(path)))
         for name in sorted(files) if saved is None else ():
             if not name.startswith("."):
-                yield from _taken(_below(root, name), _below(here, name), found)
+                yield from _taken(_below(root, name), _below(here, name), left_out)
 
 
 def _below(folder: str, name: str) -> str:
     return os.path.normpath(os.path.join(folder, name))
 
 
-def _taken(path: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
+def _taken(path: str, place: str, left_out: list[str]) -> Iterator[SourcePiece]:
     """A file of a folder, if its kind is known; lists are taken only if they are named."""
     kind = kind_of(path)
     if kind is None or kind == "list":
-        found.left_out.append(place)
-    else:
-        yield SourcePiece(path, kind, place)
-
-
-def _named(path: str, place: str, column: str) -> Iterator[SourcePiece]:
-    """A file that is named: of whatever suffix, it is tried."""
-    kind = kind_of(path) or "image"
-    if kind == "list":
-        yield from _lines(path, place, column)
+        left_out.append(place)
     else:
         yield SourcePiece(path, kind, place)
 
@@ -175,7 +169,7 @@ def _json_entry(line: str, column: str) -> str | InputError:
 
 
 def _rows(
-    path: str, file: Iterable[str], column: str, comma: str
+    path: str, file: IO[str], column: str, comma: str
 ) -> Iterator[tuple[int, str | InputError]]:
     rows = csv.DictReader(file, delimiter=comma, strict=True)
     try:
@@ -191,33 +185,24 @@ def _rows(
 # -- pieces to items -----------------------------------------------------------------------------
 
 
+_READERS: dict[str, Callable[[SourcePiece, At, ReadOptions], Iterable[Item]]] = {
+    "image": lambda _, at, how: [Item(*at, lambda: open_source(Path(at.name)))],
+    "text": lambda piece, at, _: [of_text(piece.path, piece.folder, at)],
+    "broken": lambda piece, at, _: [broken(at, piece.error)],
+    "pdf": lambda _, at, how: documents.pdf_items(at, how.dpi),
+    "video": lambda _, at, how: documents.video_items(at, how.fps),
+    "parquet": lambda _, at, how: tables.table_items(at, "parquet", how.column),
+    "arrow": lambda _, at, how: tables.table_items(at, "arrow", how.column),
+    "zip": lambda _, at, how: archives.zip_items(at),
+    "tar": lambda _, at, how: archives.tar_items(at),
+}
+_COUNTS = {"pdf": documents.page_count, "parquet": tables.row_count, "zip": archives.zip_count}
+
+
 def items(pieces: Iterable[SourcePiece], reading: ReadOptions) -> Iterator[Item]:
     """The items in some pieces, in order, read on demand."""
     for piece in pieces:
-        yield from _items(piece, reading)
-
-
-def _items(piece: SourcePiece, reading: ReadOptions) -> Iterator[Item]:
-    path, place, kind = piece.path, piece.place, piece.kind
-    if kind == "pdf":
-        yield from documents.pdf_items(path, place, reading.dpi)
-    elif kind == "video":
-        yield from documents.video_items(path, place, reading.fps)
-    elif kind in ("parquet", "arrow"):
-        yield from tables.table_items(path, place, kind, reading.column)
-    elif kind == "zip":
-        yield from archives.zip_items(path, place)
-    elif kind == "tar":
-        yield from archives.tar_items(path, place)
-    elif kind == "text":
-        yield of_text(path, piece.folder, path, place)
-    elif kind == "broken":
-        yield broken(path, place, piece.error)
-    else:
-        yield of_file(path, place)
-
-
-_COUNTS = {"pdf": documents.page_count, "parquet": tables.row_count, "zip": archives.zip_count}
+        yield from _READERS[piece.kind](piece, At(piece.path, piece.place), reading)
 
 
 def count(pieces: Iterable[SourcePiece], reading: ReadOptions) -> int | None:

@@ -7,13 +7,14 @@ So a resumed run neither decodes nor preprocesses finished images: it hashes and
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepsight.encode.items import Item
-from keepsight.encode.places import Encoded, Place
+from keepsight.encode.places import Encoded, Making, Place
 from keepsight.errors import InputError, ModelError, NotStored
 from keepsight.formats.codecs import EXACT
 from keepsight.formats.package import Package
@@ -32,18 +33,11 @@ _TOO_SMALL = "its budget, or the tenant's quota, is too small for these images"
 class ToStore(Place):
     """A model's store as the place for packages, for one tenant."""
 
-    def __init__(
-        self,
-        vlm: VLM,
-        tenant: str = "",
-        codec: str = EXACT,
-        max_tokens: int | None = None,
-        batch: int = 1,
-    ) -> None:
-        # If the model's own store keeps packages packed, look for that form.
-        codec = vlm.runtime.settings.feature_codec if codec == EXACT else codec
-        super().__init__(vlm, tenant, codec, max_tokens, batch)
-        store = vlm.runtime.store_of(tenant)
+    def __init__(self, vlm: VLM, making: Making) -> None:
+        if making.codec == EXACT:  # what the model's own store keeps packed is looked for so
+            making = dataclasses.replace(making, codec=vlm.runtime.settings.feature_codec)
+        super().__init__(vlm, making)
+        store = vlm.runtime.store_of(making.tenant)
         if store is None:
             raise InputError("this model has no store: load it with store=, or encode to files")
         self._store = store
@@ -60,7 +54,7 @@ class ToStore(Place):
     def find(self, item: Item, medium: Medium) -> Encoded | None:
         """The package under its feature id; the note of a packed one has it."""
         made: object = medium.feature_id
-        if self._codec != EXACT:
+        if self.making.codec != EXACT:
             note = self._store.note("made", self._packed_as(medium))
             made = note.get("feature_id") if note else None
         if not isinstance(made, str) or not self._store.has("package", made):
@@ -70,17 +64,17 @@ class ToStore(Place):
     def _packed_as(self, medium: Medium) -> str:
         """The note with the feature id of a packed package; the id contains the error, which is
         measured later."""
-        return digests.digest("packed as", medium.feature_id, self._codec)
+        return digests.digest("packed as", medium.feature_id, self.making.codec)
 
     def make(self, item: Item, source: Source, medium: Medium, beside: Sequence[Medium]) -> Encoded:
         """Run the tower; the model puts exact packages into its store by itself."""
-        if self._codec == EXACT:
+        if self.making.codec == EXACT:
             package, tier = self._vision.package(medium, beside=beside)
             if tier == "memory":  # the store lost what memory still holds
                 self._put(package, 0.0)
         else:
             start = time.perf_counter()
-            package = self._vision.encode_medium(medium, beside).pack(self._codec)
+            package = self._vision.encode_medium(medium, beside).pack(self.making.codec)
             about = self._put(package, 1e3 * (time.perf_counter() - start))
             note = {"feature_id": package.feature_id}
             self._store.put_note("made", self._packed_as(medium), note, about)
@@ -118,7 +112,7 @@ class ToStore(Place):
         """Raise if a budget or a quota evicted a package of this run."""
         if self._store.budget is None and self._store.quota is None:
             return
-        counted = list(itertools.islice(self._counted, most))
+        counted = itertools.islice(self._counted, most)
         gone = [made for made in counted if not self._store.has("package", made)]
         if gone:
             error = NotStored(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from keepsight.encode.items import Item, broken, of_value
+from keepsight.encode.items import At, Item, broken, of_value
 from keepsight.errors import InputError
 from keepsight.system.optional import optional
 
@@ -24,31 +24,28 @@ _ROWS = 64  # rows at a time
 MAX_ROW_GROUP = 16 << 30
 
 
-def arrow() -> ModuleType:
-    """pyarrow, or an error that says how to install it."""
+def _arrow() -> ModuleType:
     return optional("pyarrow", "data")
 
 
-def table_items(path: str, place: str, kind: str, column: str) -> Iterator[Item]:
+def table_items(at: At, kind: str, column: str) -> Iterator[Item]:
     """The images in a column of a Parquet or Arrow file, row by row."""
-    torn = (arrow().ArrowException, OSError, UnicodeDecodeError)
-    row, folder = 0, os.path.dirname(path)
+    torn = (_arrow().ArrowException, OSError, UnicodeDecodeError)
+    row, folder = 0, os.path.dirname(at.name)
     try:
-        for batch in (_parquet if kind == "parquet" else _arrow)(path, column):
+        for batch in (_parquet_rows if kind == "parquet" else _arrow_rows)(at.name, column):
             # Arrow's buffers are shared, but Python values are copies.
             for value in batch.column(0).to_pylist():
-                spot = f"#row={row}"
-                yield from of_value(value, folder, path + spot, place + spot)
+                yield from of_value(value, folder, at.spot(f"row={row}"))
                 row += 1
     except torn as error:
-        spot, reason = f"#row={row}" if row else "", " ".join(str(error).split())
-        why = f"{path} cannot be read from row {row} on: {reason}"
-        yield broken(path + spot, place + spot, why)
+        why = f"{at.name} cannot be read from row {row} on: {' '.join(str(error).split())}"
+        yield broken(at.spot(f"row={row}") if row else at, why)
 
 
 def row_count(path: str) -> int | None:
     """The number of rows in a Parquet file's metadata."""
-    torn = (arrow().ArrowException, OSError)
+    torn = (_arrow().ArrowException, OSError)
     import pyarrow.parquet
 
     try:
@@ -57,7 +54,7 @@ def row_count(path: str) -> int | None:
         return None
 
 
-def _parquet(path: str, column: str) -> Iterator[RecordBatch]:
+def _parquet_rows(path: str, column: str) -> Iterator[RecordBatch]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -69,7 +66,7 @@ def _parquet(path: str, column: str) -> Iterator[RecordBatch]:
         yield from file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False)
 
 
-def _arrow(path: str, column: str) -> Iterator[RecordBatch]:
+def _arrow_rows(path: str, column: str) -> Iterator[RecordBatch]:
     """Batches of an Arrow file, in the file or stream format."""
     import pyarrow.ipc
 
@@ -96,8 +93,8 @@ def check_column(path: str, column: str, names: list[str]) -> None:
 
 def saved_tables(folder: str) -> list[str] | None:
     """The Arrow files of a folder written by `save_to_disk`, or None if it is no such folder."""
-    state = Path(folder) / "state.json"
-    if not state.is_file() or not (Path(folder) / "dataset_info.json").is_file():
+    state = Path(folder, "state.json")
+    if not state.is_file() or not Path(folder, "dataset_info.json").is_file():
         return None
     try:
         saved = json.loads(state.read_bytes())

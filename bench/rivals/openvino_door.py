@@ -1,9 +1,9 @@
 """OpenVINO GenAI behind the least of an OpenAI-compatible API, for the comparison of servers.
 
-OpenVINO GenAI is a library, so it is given a door here: this file is run as a script in the
-environment that OpenVINO GenAI is installed in, with nothing else than that, NumPy and Pillow. It
-uses continuous batching with prefix caching, the setting in which the library keeps what it knows.
-One request is answered at a time. A token's text is sent as soon as the token exists.
+This file is run as a script in the environment that OpenVINO GenAI is installed in, with nothing
+else than that, NumPy and Pillow. It uses continuous batching with prefix caching, the setting in
+which the library keeps what it knows. One request is answered at a time. A token's text is sent as
+soon as the token exists.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -23,8 +24,8 @@ class Model:
     """A pipeline, and conversations made into what it takes."""
 
     def __init__(self, folder: str, threads: int, precision: str) -> None:
-        self._genai: Any = importlib.import_module("openvino_genai")
-        self._openvino: Any = importlib.import_module("openvino")
+        names = ("openvino_genai", "openvino", "numpy", "PIL.Image")
+        self._genai, self._openvino, self._numpy, self._pillow = map(importlib.import_module, names)
         plan = self._genai.SchedulerConfig()
         plan.cache_size, plan.enable_prefix_caching, plan.max_num_batched_tokens = 2, True, 8192
         self._pipeline = self._genai.VLMPipeline(
@@ -36,14 +37,28 @@ class Model:
             KV_CACHE_PRECISION=precision,
         )
 
-    def answer(self, body: Event, tell: Any) -> Event:
+    def answer(self, body: Event, tell: Callable[[str], None]) -> Event:
         """Say an answer piece by piece; the usage comes back."""
         images: list[Any] = []
         prompt = "".join(self._message(message, images) for message in body["messages"])
         settings = self._pipeline.get_generation_config()
         settings.max_new_tokens, settings.do_sample = body["max_tokens"], False
         settings.apply_chat_template = False  # it is rendered here
-        streamer = self._streamer(tell)
+        tokenizer, tokens, said = self._pipeline.get_tokenizer(), list[int](), ""
+
+        def hear(token: Any) -> Any:
+            """The library's own streamer holds three tokens back; this one halves of letters."""
+            nonlocal said
+            tokens.extend(token if isinstance(token, list) else [token])
+            text = tokenizer.decode(tokens)
+            if not text.endswith("\ufffd"):
+                tell(text[len(said) :])
+                said = text
+            return self._genai.StreamingStatus.RUNNING
+
+        base: Any = self._genai.StreamerBase
+        own = {"write": lambda _, token: hear(token), "end": lambda _: hear([])}
+        streamer = type("AtOnce", (base,), own)()
         done = self._pipeline.generate(
             f"{prompt}<|im_start|>assistant\n",
             images=images,
@@ -59,47 +74,17 @@ class Model:
     def _message(self, message: Event, images: list[Any]) -> str:
         """One message as Qwen's template writes it; its pictures are put beside."""
         parts = message["content"]
-        if isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}]
-        text = ""
-        for part in parts:
+        text = parts if isinstance(parts, str) else ""
+        for part in () if isinstance(parts, str) else parts:
             if part["type"] == "text":
                 text += part["text"]
-            else:
-                text += f"<ov_genai_image_{len(images)}>"
-                images.append(self._picture(part["image_url"]["url"]))
+                continue
+            text += f"<ov_genai_image_{len(images)}>"
+            uri = part["image_url"]["url"]
+            data = io.BytesIO(base64.b64decode(uri.partition(",")[2]))
+            pixels = self._numpy.asarray(self._pillow.open(data).convert("RGB"))
+            images.append(self._openvino.Tensor(pixels[None]))
         return f"<|im_start|>{message['role']}\n{text}<|im_end|>\n"
-
-    def _picture(self, uri: str) -> Any:
-        numpy: Any = importlib.import_module("numpy")
-        pillow: Any = importlib.import_module("PIL.Image")
-        data = io.BytesIO(base64.b64decode(uri.partition(",")[2]))
-        return self._openvino.Tensor(numpy.asarray(pillow.open(data).convert("RGB"))[None])
-
-    def _streamer(self, tell: Any) -> Any:
-        """The library's own streamer holds three tokens back; this one only halves of letters."""
-        genai, tokenizer = self._genai, self._pipeline.get_tokenizer()
-        base: Any = genai.StreamerBase
-
-        class AtOnce(base):
-            def __init__(self) -> None:
-                super().__init__()
-                self.tokens: list[int] = []
-                self.said = ""
-
-            def write(self, token: Any) -> Any:
-                self.tokens += token if isinstance(token, list) else [token]
-                text = tokenizer.decode(self.tokens)
-                if not text.endswith("\ufffd"):
-                    tell(text[len(self.said) :])
-                    self.said = text
-                return genai.StreamingStatus.RUNNING
-
-            def end(self) -> None:
-                text = tokenizer.decode(self.tokens)
-                tell(text[len(self.said) :])
-
-        return AtOnce()
 
 
 class Door(BaseHTTPRequestHandler):
@@ -137,12 +122,6 @@ class Door(BaseHTTPRequestHandler):
         """Nothing: a line for each request would be timed too."""
 
 
-def main(argv: list[str]) -> None:
-    """`openvino_server.py FOLDER PORT THREADS PRECISION`."""
-    folder, port, threads, precision = argv
-    Door.model = Model(folder, int(threads), precision)
-    HTTPServer(("127.0.0.1", int(port)), Door).serve_forever()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    Door.model = Model(sys.argv[1], int(sys.argv[3]), sys.argv[4])
+    HTTPServer(("127.0.0.1", int(sys.argv[2])), Door).serve_forever()
