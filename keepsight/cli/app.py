@@ -16,6 +16,7 @@ import typer
 
 from keepsight import __version__
 from keepsight.cli import batch, cache, decide, encode, export, families, plan, serve
+from keepsight.cli.form import Choice, Choices, JsonObject, JsonSchema, Regex, form_of
 from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
@@ -48,7 +49,8 @@ from keepsight.cli.options import (
 )
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
 from keepsight.cli.tour_page import check_page
-from keepsight.errors import InputError
+from keepsight.errors import InputError, UnfinishedAnswer
+from keepsight.kinds import Record
 from keepsight.system.places import expanded
 
 if TYPE_CHECKING:
@@ -130,6 +132,11 @@ def ask(
     out_file: Annotated[
         Path | None, typer.Option("--out", help="Where the answers of --batch go; resumable.")
     ] = None,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    choices: Choices = None,
+    choice: Choice = None,
+    regex: Regex = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -151,6 +158,8 @@ def ask(
     named, words = model_first(words or [], many or prompt is not None, model)
     model = one_model(named, model)
     options = decoding(max_tokens, temperature, top_p, seed)
+    if (form := form_of(json_schema, json_object, choices, choice, regex)) is not None:
+        options["response_format"] = form
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     if many:
@@ -173,24 +182,31 @@ def ask(
     with load(model, dtype, device_map, store, pixels, remote, tenant, **how) as vlm:
         from keepsight.cli.typed_pictures import pictures_at  # start-up time
         from keepsight.prompt.messages import user_message
+        from keepsight.report import Reply
 
         opened = [picture for name in images for _, picture in pictures_at(name)]
         messages = [user_message(question, opened)]
-        if as_json:
-            reply = vlm.chat(messages, **options)
-            usage, report_dict = vars(reply.usage), reply.report.to_dict()
-            json_line(
-                {"text": reply.text, "finish_reason": reply.finish_reason, "usage": usage}
-                | ({"report": report_dict} if report else {})
-            )
-            return
+        pieces = []
         for piece in vlm.stream(messages, **options):
-            out.out(plain(piece.text), end="", highlight=False)
-            if piece.report is not None:
-                out.print()
-                _tell_of_store(piece.report)
-                if report:
-                    out.print(report_table(piece.report))
+            pieces.append(piece)
+            if not as_json:
+                out.out(plain(piece.text), end="", highlight=False)
+        reply = Reply.of(pieces)
+        cut = form is not None and reply.finish_reason != "stop"
+        if as_json:
+            told: Record = {"text": reply.text, "finish_reason": reply.finish_reason}
+            told |= {"parsed": reply.parsed} if form is not None and not cut else {}
+            told |= {"usage": vars(reply.usage)}
+            json_line(told | ({"report": reply.report.to_dict()} if report else {}))
+        else:
+            out.print()
+            _tell_of_store(reply.report)
+            if report:
+                out.print(report_table(reply.report))
+        if cut:
+            raise UnfinishedAnswer(
+                "the answer ended before its form was complete; allow more tokens with --max-tokens"
+            )
 
 
 def _tell_of_store(report: Report) -> None:

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from keepsight.cli.options import read_text
 from keepsight.cli.progress import duration
+from keepsight.core.structured.formats import Format, wanted
 from keepsight.errors import InputError, KeepsightError
 from keepsight.kinds import Options, Record
+from keepsight.system.optional import optional
 from keepsight.system.places import expanded
 
 if TYPE_CHECKING:
@@ -36,17 +39,13 @@ class Question:
     id: str | int
     question: str
     images: tuple[str, ...]
+    form: Format | None = None
 
 
 def read_questions(path: Path) -> list[Question]:
     """The questions of a file; an error that names the line if one cannot be used."""
-    try:
-        lines = expanded(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"--batch {path}: cannot be read ({why})") from error
     found, seen = list[Question](), set[str | int]()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "--batch").splitlines(), 1):
         if not line.strip():
             continue
         one = _question(line, number, path)
@@ -75,7 +74,9 @@ def _question(line: str, number: int, path: Path) -> Question:
     if not isinstance(name, str | int) or isinstance(name, bool):
         raise InputError(f"{where}: the id is a {type(name).__name__}; expected a text or a number")
     folder = expanded(path).parent
-    return Question(name, data["question"], tuple(_at(one, folder) for one in images))
+    if (form := wanted(data.get("response_format"), f"{where}: response_format")) is not None:
+        optional("llguidance", "structured")
+    return Question(name, data["question"], tuple(_at(one, folder) for one in images), form)
 
 
 def _at(image: str, folder: Path) -> str:
@@ -146,14 +147,21 @@ def _answers(
     vlm: VLM, questions: list[Question], options: Options
 ) -> Iterator[tuple[Question, Record]]:
     from keepsight.core.call import Call  # start-up time
+    from keepsight.prefix.prompt import Prompt
     from keepsight.questions.many import as_they_come
 
     pairs = [(list(one.images), one.question) for one in questions]
-    call = Call.of(dict(options), vlm.tenant, "ask_many")
-    for number, found in as_they_come(vlm.runtime, pairs, call):
-        if isinstance(found, KeepsightError):
-            yield questions[number], {"error": f"{type(found).__name__}: {found}"}
-        else:
-            usage = vars(found.usage)
-            reason = found.finish_reason
-            yield questions[number], {"text": found.text, "finish_reason": reason, "usage": usage}
+    forms = [{"response_format": one.form} if one.form else {} for one in questions]
+    calls = [Call.of(options | form, vlm.tenant, "ask_many") for form in forms]
+    for call in calls:  # what cannot be enforced is refused before anything is asked
+        vlm.runtime.grammar(call.decoding, Prompt.nothing())
+    for number, found in as_they_come(vlm.runtime, pairs, calls):
+        try:
+            if isinstance(found, KeepsightError):
+                raise found
+            made: Record = {"text": found.text, "finish_reason": found.finish_reason}
+            if found.reads is not None:
+                made["parsed"] = found.parsed
+            yield questions[number], made | {"usage": vars(found.usage)}
+        except KeepsightError as error:
+            yield questions[number], {"error": f"{type(error).__name__}: {error}"}

@@ -198,6 +198,17 @@ def _check_picture(path: Path, name: str) -> None:
     pictures.size_of(data, name)
 
 
+def read_text(path: str | Path, option: str) -> str:
+    """The text of a file that an option names; `-` is standard input."""
+    try:
+        if str(path) == "-":
+            return sys.stdin.read()
+        return expanded(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {path}: cannot be read ({why})") from error
+
+
 def check_how(model: str, runtime: str | None, weights: str | None, store: str | None) -> None:
     """Refuse runtimes and weights that cannot be combined; only exports support both."""
     check_together(runtime, weights)
