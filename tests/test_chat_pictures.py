@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.cli.app import app
+from keepsight.cli.pictures import open_pictures, split_pictures
 from keepsight.cli.terminal import show_thumbnail
-from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.demo.scene import Scene
 from keepsight.errors import ImageError, InputError
 

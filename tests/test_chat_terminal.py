@@ -21,8 +21,7 @@ from rich.console import Console
 import keepsight as ks
 from keepsight.cli.chat import Shell
 from keepsight.cli.line_editor import completions
-from keepsight.cli.loading_line import LoadingLine, hub_folder, loading_line
-from keepsight.cli.terminal import WrittenWords
+from keepsight.cli.terminal import WrittenWords, loading_line
 
 _SCRIPT = """
 import sys
@@ -190,32 +189,18 @@ class _Terminal(io.StringIO):
 def test_a_line_moves_on_a_terminal_while_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And counts what comes from the Hub meanwhile."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(sys, "stderr", _Terminal())
-    with loading_line("some/model"):
-        pass
-    assert "loading some/model ... 0 s" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with loading_line("some/model"):
-        pass
-    assert not sys.stderr.getvalue()  # type: ignore[attr-defined]
-
-
-def test_the_line_counts_what_comes_from_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert hub_folder("demo") is None
-    assert hub_folder(f"{tmp_path}") is None
-    blobs = hub_folder("some/model")
-    assert blobs == tmp_path / "models--some--model" / "blobs"
+    blobs = tmp_path / "models--some--model" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "old").write_bytes(bytes(9))
-    line = LoadingLine("some/model", blobs)
-    (blobs / "new.incomplete").write_bytes(bytes(2048))
-    line.began -= 75
-    line.looked -= 75
-    assert line.text() == "loading some/model ... 75 s, 2.0 KiB from the Hub"
+    for stream, told in ((_Terminal(), ", 2.0 KiB from the Hub"), (io.StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with loading_line("some/model"):
+            (blobs / "new.incomplete").write_bytes(bytes(2048))
+        (blobs / "new.incomplete").unlink()
+        assert ("loading some/model ... 0 s" in stream.getvalue()) == bool(told)
+        assert told in stream.getvalue()
 
 
 def test_an_address_is_no_folder_for_what_was_typed(

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import keepsight as ks
 from keepsight.cli import options
 from keepsight.cli.app import app
-from keepsight.cli.model_names import DEMO_NAMES
+from keepsight.cli.options import DEMO_NAMES
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
 from keepsight.models import loading
@@ -304,7 +304,7 @@ def test_pixel_limits_are_refused_where_they_mean_something_else(
     monkeypatch.setattr(loading, "load_processor", lambda path, revision: processor)
     monkeypatch.setattr(options, "check_model", lambda model: None)
     with pytest.raises(UnsupportedInput, match="--max-pixels"):
-        options.load("some/llava", pixels=(None, 1000))
+        options.load("some/llava", max_pixels=1000)
 
 
 # -- chat --------------------------------------------------------------------------------------

@@ -22,10 +22,9 @@ from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.cli.app import app
+from keepsight.cli.options import check_page
 from keepsight.cli.terminal import age_text, plain, share_bar, thumbnail
-from keepsight.cli.tour_page import check_page
-from keepsight.cli.tour_speaking import speaking
-from keepsight.cli.tour_stage import Stage, scenes_of, script
+from keepsight.cli.tour import Stage, scenes_of, script, speaking
 from keepsight.cli.tour_stock import StockReply, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import InputError, MissingExtra
@@ -217,14 +216,14 @@ def test_attempts_show_what_really_comes(
     first = [question("Describe the picture.", pictures[:1])]
     said = answer(stock.answer(stock.inputs(first)).text)
     second = [*first, said, question("Compare the pictures.", pictures[1:2])]
-    real = stock._model.generate
+    real = stock.model.generate
 
     def generate(**options: Any) -> Any:
         if RETURNED in options:
             raise RuntimeError("said by the test\nand more")
         return real(**options)
 
-    monkeypatch.setattr(stock._model, "generate", generate)
+    monkeypatch.setattr(stock.model, "generate", generate)
     outcomes = list(stock.attempts(first, second))
     assert len(outcomes) == 4
     assert {outcome.text for outcome in outcomes} == {"RuntimeError: said by the test"}

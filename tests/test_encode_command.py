@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight.cli import encode, progress
+from keepsight.cli import progress
 from keepsight.cli.app import app
 from keepsight.encode import Encoded
 from keepsight.encode.store import ToStore
@@ -218,6 +218,6 @@ def test_a_list_without_end_is_not_told_in_full(
     tally = progress.EncodeCounts()
     for number in range(5):
         tally.add(Encoded(f"{number}.png", "broken", error="torn"))
-    encode._tell(tally, encode.EncodeOptions(["x"], "store"))
+    tally.tell("store", None, as_json=False)
     told = capsys.readouterr().err
     assert told.count("torn") == 2 and "and 3 more" in told and "--errors FILE" in told

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.cli.app import app
-from keepsight.cli.chat import Shell
+from keepsight.cli.line_editor import history_at
 from keepsight.formats import tensorfile
 from keepsight.server.files import Files, OnDisk
 from keepsight.store import DiskStore
@@ -106,11 +106,9 @@ def test_what_the_encode_command_writes_is_too(
     assert mode(Path("left.jsonl")) == 0o600
 
 
-def test_the_questions_of_a_chat_are_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atexit.register", lambda *_: None)
-    shell: Any = object.__new__(Shell)
-    shell.history = tmp_path / "store" / "history"
-    shell._start_history()
+def test_the_questions_of_a_chat_are_too(tmp_path: Path) -> None:
+    pytest.importorskip("prompt_toolkit")
+    history_at(tmp_path / "store" / "chat-lines").store_string("What is it?")
     assert modes(tmp_path) == PRIVATE
 
 

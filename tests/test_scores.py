@@ -220,7 +220,7 @@ def test_questions_are_grouped_by_picture() -> None:
     one, two = picture(1), picture(2)
     pairs = [((one, two)[i % 2], f"Question {i} of it?") for i in range(40)]
     call = Call.of({"max_new_tokens": 1}, "")
-    order = [number % 2 for number, _ in as_they_come(vlm.runtime, pairs, call)]
+    order = [number % 2 for number, _ in as_they_come(vlm.runtime, pairs, [call] * len(pairs))]
     assert order[:8] == [0] * 8 and order[-8:] == [1] * 8 and sum(order) == 20
 
 

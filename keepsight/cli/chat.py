@@ -7,29 +7,29 @@ come through a pipe; then they are echoed, so that the output reads like a conve
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
+from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
 from keepsight.cli.line_editor import line_editor
+from keepsight.cli.pictures import open_pictures, split_pictures
 from keepsight.cli.terminal import WrittenWords, json_line, plain, report_table, show_thumbnail
-from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.errors import InputError, KeepsightError
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.medium import Medium
 from keepsight.prompt.question import user_turn
-from keepsight.system import private_files
+from keepsight.report import Piece, Reply, Report
 
 if TYPE_CHECKING:
-    from keepsight.report import Report, Usage
     from keepsight.session import Session
     from keepsight.vlm import VLM
 
@@ -46,29 +46,33 @@ class _Stopped(KeyboardInterrupt):
 
 @dataclass
 class Shell:
-    """The interactive loop of `keepsight chat`."""
+    """The interactive loop. A method `do_x` is the command /x, its docstring the line of /help."""
 
     vlm: VLM
     console: Console
     options: Options
     waiting: list[tuple[str, Medium]] = field(default_factory=list)  # for the next question
-    history: Path | None = None
+    history: Path | None = None  # file for the lines that are typed
     reports: bool = False  # a report after every answer
     as_json: bool = False  # answers and errors are lines of JSON; `console` is for all else
     last: Report | None = None
 
     def __post_init__(self) -> None:
-        self.branches: list[Session] = [self.vlm.session()]
-        self.session = self.branches[0]
+        self.session = self.vlm.session()
+        self.branches: list[Session] = [self.session]
+        names = [name[3:] for name in vars(Shell) if name.startswith("do_")]
+        self.commands: dict[str, Callable[..., None]] = {n: getattr(self, f"do_{n}") for n in names}
 
     def run(self) -> None:
         """Read lines until there are no more, or `/exit`."""
         for line in self._lines():
             try:
-                if not self.is_command(line):
+                if not self._is_command(line):
                     self.typed(line)
-                elif not self.command(line):
+                elif line.split(" ")[0] in ("/exit", "/quit"):
                     return
+                else:
+                    self._command(line)
             except (KeepsightError, OSError) as error:
                 if self.as_json:
                     json_line({"error": str(error)})
@@ -79,52 +83,27 @@ class Shell:
 
     def _lines(self) -> Iterator[str]:
         interactive = sys.stdin.isatty() and not self.as_json  # a prompt would be among the JSON
-        read: Callable[[str], str] = input
-        if interactive:
-            read = self._reader()
+        if not interactive:
+            for line in sys.stdin:
+                if line := line.strip():
+                    self.console.print(Text(_PROMPT + plain(line), "bold"))
+                    yield line
+            return
+        edited = line_editor([*self.commands, "exit"], self.history)
+        more = ", Alt-Enter starts a new line" if edited else ""
+        self._say(f"/help lists the commands{more}; drop pictures here")
+        if edited is None:
+            with suppress(ImportError):  # missing on some platforms
+                import readline  # noqa: F401  # `input` edits lines with it
         while True:
             try:
-                line = read(_PROMPT) if interactive else sys.stdin.readline()
+                if line := (edited or input)(_PROMPT).strip():
+                    yield line
             except EOFError:
-                line = ""
                 self.console.print()
                 return
             except KeyboardInterrupt:
                 self._say("\n/exit or Ctrl-D ends the chat")
-                continue
-            if not interactive and not line:
-                return
-            line = line.strip()
-            if line:
-                if not interactive:
-                    self.console.print(Text(_PROMPT + plain(line), "bold"))
-                yield line
-
-    def _reader(self) -> Callable[[str], str]:
-        """The function that reads a line on a terminal."""
-        lines = self.history.with_name("chat-lines") if self.history else None
-        edited = line_editor([*self._commands(), "exit"], lines)
-        more = ", Alt-Enter starts a new line" if edited else ""
-        self._say(f"/help lists the commands{more}; drop pictures here")
-        if edited is None:
-            self._start_history()
-        return edited or input
-
-    def _start_history(self) -> None:
-        """Start line editing, with a history file only if a store was named (law 12)."""
-        try:
-            import atexit
-            import readline
-        except ImportError:  # missing on some platforms
-            return
-        if self.history is None:
-            return
-        path = str(self.history)
-        with suppress(OSError):  # the store itself reports that it cannot be written
-            private_files.make_folders(self.history.parent)
-            private_files.reserve(self.history)
-            readline.read_history_file(path)
-        atexit.register(_write_history, readline, path)
 
     def _say(self, text: str) -> None:
         self.console.print(Text(plain(text), "dim"))
@@ -135,8 +114,7 @@ class Shell:
         """Handle a line that is no command: pictures, a question, or both."""
         names, question = split_pictures(line)
         for name in names:
-            then = "goes with this question" if question else "waits for your next question"
-            self._take(name, then)
+            self._take(name, "goes with this question" if question else _WAITS)
         if question:
             self.ask(question)
 
@@ -152,88 +130,65 @@ class Shell:
         self.waiting = []
 
     def _answer(self, session: Session, question: str, images: list[Medium]) -> None:
-        if self.as_json:
-            self._answer_in_json(session, question, images)
-            return
-        start = time.perf_counter()
-        first, said = None, ""
-        words = WrittenWords(self.console)
+        start, first = time.perf_counter(), ""
         asked = [*session.messages, *session.named([user_turn((question, images or None), {})])]
-        pieces = session.answer(asked, dict(self.options))
+        pieces, words = list[Piece](), WrittenWords(self.console)
+        answer = session.answer(asked, dict(self.options))
         try:
-            with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory
-                for piece in pieces:
-                    if first is None and piece.token is not None:
-                        first = 1e3 * (time.perf_counter() - start)
-                    said += piece.text
-                    words.write(piece.text)
-                    if piece.usage is not None and piece.report is not None:
-                        words.end()
-                        self.console.print()
-                        self.last = piece.report
-                        self._say(measurements(piece.usage, piece.report, first))
+            with closing(answer):  # type: ignore[type-var]  # stopping it releases its memory
+                for piece in answer:
+                    if not first and piece.token is not None:
+                        ms = 1e3 * (time.perf_counter() - start)
+                        first = f", first token after {ms:.0f} ms"
+                    pieces.append(piece)
+                    words.write("" if self.as_json else piece.text)
         except KeyboardInterrupt:
             words.end()
-            raise _Stopped(asked, said) from None
-        if self.reports and self.last is not None:
+            raise _Stopped(asked, "".join(piece.text for piece in pieces)) from None
+        words.end()
+        reply = Reply.of(pieces)
+        usage, self.last = reply.usage, reply.report
+        if self.as_json:
+            told: Record = {"question": question, "text": reply.text}
+            told |= {"finish_reason": reply.finish_reason, "usage": vars(usage)}
+            json_line(told | ({"report": self.last.to_dict()} if self.reports else {}))
+            return
+        seen = f", {usage.images_encoded} of {usage.images} images encoded" if usage.images else ""
+        reused, computed = usage.cached_tokens, self.last.computed_tokens
+        self.console.print()
+        self._say(f"[{reused} tokens reused, {computed} computed{seen}{first}]")
+        if self.reports:
             self.console.print(report_table(self.last))
-
-    def _answer_in_json(self, session: Session, question: str, images: list[Medium]) -> None:
-        """One answer as `keepsight ask --json` writes it, with the question before it."""
-        reply = session.ask(question, images or None, **self.options)
-        self.last = reply.report
-        told: Record = {
-            "question": question,
-            "text": reply.text,
-            "finish_reason": reply.finish_reason,
-        }
-        told |= {"usage": vars(reply.usage)}
-        json_line(told | ({"report": reply.report.to_dict()} if self.reports else {}))
 
     # -- commands --------------------------------------------------------------------------------
 
-    def is_command(self, line: str) -> bool:
+    def _is_command(self, line: str) -> bool:
         """Whether a line is a command; `/tmp/a.png` is a path."""
         if not line.startswith("/"):
             return False
         word = line[1:].split(" ")[0]
-        known = (*self._commands(), "fork", "exit", "quit")
+        known = (*self.commands, "fork", "exit", "quit")
         return word in known or not ("/" in word or Path("/", word).exists())
 
-    def command(self, line: str) -> bool:
-        """Run one command; False when the conversation is over."""
+    def _command(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
-        rest = rest.strip()
-        if name in ("exit", "quit"):
-            return False
-        known = self._commands() | {"fork": self.branch}  # the old name
+        known = self.commands | {"fork": self.do_branch}  # the old name
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "exit"], n=1)
-            raise InputError(
-                f"no command /{name}; {f'did you mean /{near[0]}?' if near else '/help'}"
-            )
-        known[name](rest)
-        return True
+            hint = f"did you mean /{near[0]}?" if near else "/help"
+            raise InputError(f"no command /{name}; {hint}")
+        if inspect.signature(known[name]).parameters:
+            known[name](rest.strip())
+        elif rest.strip():
+            raise InputError(f"/{name} takes no argument, got {rest.strip()!r}")
+        else:
+            known[name]()
 
-    def _commands(self) -> dict[str, Callable[[str], None]]:
-        return {
-            "image": self.image,
-            "images": self.images,
-            "edit": self.edit,
-            "retry": self.retry,
-            "clear": self.clear,
-            "branch": self.branch,
-            "save": self.save,
-            "load": self.load,
-            "report": self.report,
-            "help": self.help,
-        }
-
-    def image(self, name: str) -> None:
+    def do_image(self, name: str) -> None:
         """/image PATH     a picture (file, URL, folder, PDF, .sight) for the next question"""
         if not name:
             raise InputError("/image wants a path or URL")
-        self._take(name, "waits for your next question")
+        self._take(name, _WAITS)
 
     def _take(self, name: str, then: str) -> None:
         for label, image in open_pictures(name):
@@ -241,19 +196,14 @@ class Shell:
             [named] = self.session.named([{"role": "user", "content": [part]}])
             medium = named["content"][0]["image"]
             self.waiting.append((label, medium))
-            self._thumbnail(image)
+            with suppress(OSError, ValueError):  # the library has read it; this is for display
+                is_file = isinstance(image, str) and Path(image).is_file()
+                drawn = Image.open(str(image)) if is_file else image
+                if isinstance(drawn, Image.Image):
+                    show_thumbnail(drawn, self.console)
             self._say(f"{label}: {medium.tokens} tokens, {then}")
 
-    def _thumbnail(self, image: object) -> None:
-        from PIL import Image
-
-        with suppress(OSError, ValueError):  # the library has read it; this is only for display
-            if isinstance(image, str) and Path(image).is_file():
-                image = Image.open(image)
-            if isinstance(image, Image.Image):
-                show_thumbnail(image, self.console)
-
-    def images(self, rest: str) -> None:
+    def do_images(self, rest: str) -> None:
         """/images [N|all] the pictures that wait; with a number, or all: remove them"""
         first, _, last = rest.partition(" ")
         if first in ("remove", "rm", "delete"):  # what people type first
@@ -270,60 +220,56 @@ class Shell:
         if not self.waiting:
             self._say("no picture waits")
 
-    def edit(self, rest: str) -> None:
+    def do_edit(self, rest: str) -> None:
         """/edit [N] TEXT  ask TEXT in place of question N, or of the last; later ones go"""
         number, _, text = rest.partition(" ")
-        questions = sum(message["role"] == "user" for message in self.session.messages)
         if not number.isdigit():
-            number, text = str(questions), rest
+            number, text = "", rest
         if not text.strip():
             raise InputError("/edit wants the new question, for example /edit 1 What is it?")
-        self._again(_number("/edit", number, questions, "question"), text.strip())
+        self._again("/edit", number, text.strip())
 
-    def retry(self, rest: str) -> None:
+    def do_retry(self) -> None:
         """/retry          answer the last question again"""
-        _no_argument("retry", rest)
-        questions = sum(message["role"] == "user" for message in self.session.messages)
-        self._again(_number("/retry", str(questions), questions, "question"), None)
+        self._again("/retry", "", None)
 
-    def _again(self, number: int, text: str | None) -> None:
-        """Answer question `number` again, with its pictures; nothing is lost if that stops."""
+    def _again(self, command: str, number: str, text: str | None) -> None:
+        """Answer a question again, with its pictures; nothing is lost if that stops."""
+        spots = [i for i, m in enumerate(self.session.messages) if m["role"] == "user"]
+        spot = spots[_number(command, number or str(len(spots)), len(spots), "question") - 1]
         other = self.session.fork()
-        spots = [i for i, m in enumerate(other.messages) if m["role"] == "user"]
-        content = other.messages[spots[number - 1]]["content"]
-        other.messages = other.messages[: spots[number - 1]]
+        content = other.messages[spot]["content"]
+        other.messages = other.messages[:spot]
         images = [part["image"] for part in content if part["type"] == "image"]
         before = "".join(part["text"] for part in content if part["type"] == "text")
         self._answer(other, before if text is None else text, images)
         self._switch(other)
 
-    def clear(self, rest: str) -> None:
+    def do_clear(self) -> None:
         """/clear          a new conversation; what was seen stays in memory"""
-        _no_argument("clear", rest)
         self.waiting, self.last = [], None
         self._switch(self.vlm.session())
         self._say("a new conversation")
 
-    def branch(self, number: str) -> None:
+    def do_branch(self, number: str) -> None:
         """/branch [N]     branch off here; with a number, go to that branch"""
         if number:
             chosen = _number("/branch", number, len(self.branches), "branch")
             self.session = self.branches[chosen - 1]
         else:
-            self.branches.append(self.session.fork())
-            self.session = self.branches[-1]
+            self.session = self.session.fork()
+            self.branches.append(self.session)
         here = next(i for i, b in enumerate(self.branches, 1) if b is self.session)
         turns = sum(message["role"] == "user" for message in self.session.messages)
         self._say(f"branch {here} of {len(self.branches)}, {turns} questions so far")
 
-    def save(self, name: str) -> None:
+    def do_save(self, name: str) -> None:
         """/save FILE      the conversation, its pictures and its memory, in one file"""
         if not name:
             raise InputError("/save needs a file name, for example: /save talk.keep")
-        path = self.session.save(name)
-        self._say(f"saved to {path}")
+        self._say(f"saved to {self.session.save(name)}")
 
-    def load(self, name: str) -> None:
+    def do_load(self, name: str) -> None:
         """/load FILE      go on with a saved conversation"""
         if not name:
             raise InputError("/load needs a file name, for example: /load talk.keep")
@@ -333,17 +279,15 @@ class Shell:
             self._say(f"note: {note}")
         self._say(f"{name}: {len(session.messages)} messages")
 
-    def report(self, rest: str) -> None:
+    def do_report(self) -> None:
         """/report         what was reused for the last answer, and why"""
-        _no_argument("report", rest)
         if self.last is None:
             raise InputError("there is no answer to report on yet")
         self.console.print(report_table(self.last))
 
-    def help(self, rest: str) -> None:
+    def do_help(self) -> None:
         """/help           these lines"""
-        _no_argument("help", rest)
-        for command in self._commands().values():
+        for command in self.commands.values():
             self._say(str(command.__doc__))
         self._say("/exit           the end (Ctrl-D does it too)")
 
@@ -353,13 +297,7 @@ class Shell:
         self.branches[spot] = self.session = session
 
 
-def measurements(usage: Usage, report: Report, first: float | None) -> str:
-    """One line: what was reused, what was computed, and how long the first token took."""
-    images = ""
-    if usage.images:
-        images = f", {usage.images_encoded} of {usage.images} images encoded"
-    wait = "" if first is None else f", first token after {first:.0f} ms"
-    return f"[{usage.cached_tokens} tokens reused, {report.computed_tokens} computed{images}{wait}]"
+_WAITS = "waits for your next question"
 
 
 def _number(command: str, given: str, most: int, what: str) -> int:
@@ -369,13 +307,3 @@ def _number(command: str, given: str, most: int, what: str) -> int:
     if not given.isdecimal() or not 1 <= int(given) <= most:
         raise InputError(f"{command} {given}: expected a {what} from 1 to {most}")
     return int(given)
-
-
-def _no_argument(name: str, rest: str) -> None:
-    if rest:
-        raise InputError(f"/{name} takes no argument, got {rest!r}")
-
-
-def _write_history(readline: ModuleType, path: str) -> None:
-    with suppress(OSError):  # losing a chat's history is no reason for a traceback
-        readline.write_history_file(path)

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepsight.cli.loading_line import loading_line
 from keepsight.cli.options import Json
-from keepsight.cli.terminal import console, json_line, plain, table
+from keepsight.cli.terminal import console, facts, json_line, loading_line, table
 from keepsight.errors import InputError
 
 if TYPE_CHECKING:
     from keepsight.models.families import Family
 
 _NEAR = 3  # most names that an unknown type is answered with
-_ROOM = "keepsight.models.families."
 _REUSES = {
     "prefix": "whatever two prompts begin with in common",
     "same media": "the beginning of a prompt, as long as no medium is added behind it",
@@ -41,31 +39,39 @@ def families(
     with loading_line("PyTorch"):
         from keepsight.models.families import SUPPORTED
 
-    if named is not None:
-        name = _known(named, list(SUPPORTED))
-        row = _row(name, SUPPORTED[name])
+    if named is None:
+        rows = [_row(name, family) for name, family in sorted(SUPPORTED.items())]
         if as_json:
-            json_line(row)
-        else:
-            _show(row, SUPPORTED[name])
+            json_line(rows)
+            return
+        cells = [(row["model_type"], row["reuses"], _short(row["family"])) for row in rows]
+        console().print(table("model type", "reuses", "served by", rows=cells))
+        console().print("keepsight families TYPE says what one is about", style="dim")
         return
-    rows = [_row(name, family) for name, family in sorted(SUPPORTED.items())]
+    name = _known(named, list(SUPPORTED))
+    row, family = _row(name, SUPPORTED[name]), SUPPORTED[name]
     if as_json:
-        json_line(rows)
+        json_line(row)
         return
-    shown = table("model type", "reuses", "served by")
-    for row in rows:
-        shown.add_row(row["model_type"], row["reuses"], row["family"].removeprefix(_ROOM))
-    console().print(shown)
-    console().print("keepsight families TYPE says what one is about", style="dim")
+    only = family.packages_only
+    stock = "takes the features (vlm.inputs)" if family.feeds_stock else "takes pixels only"
+    said = {
+        "model type": name,
+        "reuses": f"{family.reuse}: {_REUSES[family.reuse]}",
+        "served by": _short(row["family"]),
+        "about": _first_words(family),
+        "makes": only and " ".join(f"packages only: {only}".split()),
+        "stock generate": None if only else stock,
+    }
+    console().print(facts(said))
 
 
 def _known(given: str, types: list[str]) -> str:
     """The listed type that is meant; dashes, dots and capitals do not matter, as in a hub id."""
-    plain_name = given.lower().replace("-", "_").replace(".", "_")
-    if plain_name in types:
-        return plain_name
-    near = difflib.get_close_matches(plain_name, types, n=_NEAR, cutoff=0.6)
+    name = given.lower().replace("-", "_").replace(".", "_")
+    if name in types:
+        return name
+    near = difflib.get_close_matches(name, types, n=_NEAR, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else "keepsight families lists them"
     raise InputError(
         f"model type {given!r} is not listed; {hint} (the type stands in a model's config.json; "
@@ -74,33 +80,20 @@ def _known(given: str, types: list[str]) -> str:
 
 
 def _row(name: str, family: type[Family]) -> dict[str, str]:
+    said = _first_words(family)
     return {
         "model_type": name,
         "reuses": family.reuse,
         "family": f"{family.__module__}.{family.__name__}",
-        "about": _about(family),
+        "about": said if family.reuse == "prefix" else f"{said} Reuses: {family.reuse}.",
     }
 
 
-def _about(family: type[Family]) -> str:
-    """What a family reuses, and the first line of its module docstring."""
+def _first_words(family: type[Family]) -> str:
+    """The first paragraph of its module's docstring."""
     first = (sys.modules[family.__module__].__doc__ or "").split("\n\n")[0]
-    said = " ".join(first.split())
-    return said if family.reuse == "prefix" else f"{said} Reuses: {family.reuse}."
+    return " ".join(first.split())
 
 
-def _show(row: dict[str, str], family: type[Family]) -> None:
-    """One type: a line for each thing that is known of it."""
-    out, shown = console(), table("", "")
-    stock = "takes the features (vlm.inputs)" if family.feeds_stock else "takes pixels only"
-    for what, said in (
-        ("model type", row["model_type"]),
-        ("reuses", f"{row['reuses']}: {_REUSES[row['reuses']]}"),
-        ("served by", row["family"].removeprefix(_ROOM)),
-        ("about", plain((sys.modules[family.__module__].__doc__ or "").split("\n\n")[0])),
-        ("makes", family.packages_only and f"packages only: {family.packages_only}"),
-        ("stock generate", "" if family.packages_only else stock),
-    ):
-        if said:
-            shown.add_row(what, " ".join(said.split()))
-    out.print(shown)
+def _short(family: str) -> str:
+    return family.removeprefix("keepsight.models.families.")

@@ -1,24 +1,30 @@
-"""Options that commands share, and their translation into library calls.
+"""Options that commands share, in groups, and what is refused before PyTorch is imported.
 
-Options are named as in Transformers and the OpenAI API. torch and Transformers are imported only
-when a model is loaded.
+Options are named as in Transformers and the OpenAI API. A group is a dataclass: `grouped` gives a
+command an option for each of its fields, and its methods do what the options ask for.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from keepsight.cli.loading_line import loading_line
-from keepsight.cli.model_names import DEMO_NAMES, check_model, may_be_hub_id
+from keepsight.cli.terminal import loading_line
+from keepsight.core.structured import formats
 from keepsight.errors import ImageError, InputError, NotKeepsightFile, UnsupportedInput
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Options
 from keepsight.system.optional import optional
 from keepsight.system.places import check_device, check_store_writable, expanded
 from keepsight.system.words import (
@@ -32,93 +38,209 @@ from keepsight.system.words import (
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
+DEMO_NAMES = ("demo", "demo-hybrid", "demo-smol")
+MANIFEST = "keepsight.json"  # name of an export's file
 _LARGE = 50_000_000  # parameters from which the speed of a dtype matters
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
-    """An option callback that refuses a value while the command line is parsed."""
+def option(help: str, *names: str, check: Callable[[str], None] | None = None, **more: Any) -> Any:
+    """An option; `check` refuses a value while the command line is parsed."""
 
     def look(value: str | None) -> str | None:
-        if value is not None:
+        if value is not None and check is not None:
             check(value)
         return value
 
-    return look
+    if check is not None:
+        more["callback"] = look
+    return typer.Option(*names, help=help, **more)
 
 
-Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
+def grouped(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with an option for each field of those parameters that are groups."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {
+        n: kind for n, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
+    own = inspect.signature(function).parameters.values()
+    spread = [one.replace(annotation=hints[one.name]) for one in own if one.name not in groups]
+    for kind in groups.values():
+        kinds = get_type_hints(kind, include_extras=True)
+        for one in dataclasses.fields(kind):
+            kinds[one.name].__metadata__[0].rich_help_panel = kind.panel
+            how = inspect.Parameter.KEYWORD_ONLY
+            spread.append(
+                inspect.Parameter(one.name, how, default=one.default, annotation=kinds[one.name])
+            )
+
+    @functools.wraps(function)
+    def call(**given: Any) -> None:
+        for name, kind in groups.items():
+            fields = [one.name for one in dataclasses.fields(kind)]
+            given[name] = kind(**{field: given.pop(field) for field in fields})
+        function(**given)
+
+    spread = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in spread]
+    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in spread}
+    return call
+
+
 SomeModel = Annotated[
     str | None,
-    typer.Option(
-        "--model", "-m", help="demo (the default), demo-hybrid, demo-smol, a folder, or a hub id."
-    ),
+    option("demo (the default), demo-hybrid, demo-smol, a folder, or a hub id.", "--model", "-m"),
 ]
+Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
 Images = Annotated[
-    list[str] | None, typer.Option("--image", "-i", help="File, URL or .sight; repeatable.")
+    list[str] | None,
+    option("File, folder, PDF, URL or .sight; - is standard input; repeatable.", "--image", "-i"),
 ]
-Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="The question.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: the checkpoint's."),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
-    ),
-]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")]
-Dtype = Annotated[
-    str,
-    typer.Option(help="auto, float32, bfloat16 or float16.", callback=refused_by(check_dtype)),
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        "--device-map",
-        help="Where the model goes: cpu, cuda, auto.",
-        callback=refused_by(check_device),
-    ),
-]
-Runtime = Annotated[
-    str | None,
-    typer.Option(
-        help="torch, mlx, auto, or onnx or openvino: exported once, into the store.",
-        callback=refused_by(check_runtime),
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        help="int8, or int4 in an exported runtime. Default: as they are.",
-        callback=refused_by(check_weights),
-    ),
-]
-Store = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KEEPSIGHT_STORE",
-        help="Folder to remember in. Default: memory only.",
-        callback=refused_by(check_store_writable),
-    ),
-]
-Remote = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KEEPSIGHT_REMOTE",
-        help="Address behind the store, such as s3://bucket/name.",
-        callback=refused_by(check_store_writable),
-    ),
-]
-Tenant = Annotated[
-    str | None, typer.Option(help="Whose memory to use; tenants of a store share nothing.")
-]
-MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge images with fewer pixels.")]
-MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink images with more pixels.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
-ShowReport = Annotated[bool, typer.Option("--report", help="Print what was reused, and why.")]
+Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.")]
+Json = Annotated[bool, option("JSON for machines instead of text.", "--json")]
+ShowReport = Annotated[bool, option("Print what was reused, and why.", "--report")]
+
+
+@dataclass
+class Model:
+    """Which model answers, and how it is loaded."""
+
+    panel: ClassVar[str] = "Model and memory"
+    model: SomeModel = None
+    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", check=check_dtype)] = "auto"
+    device_map: Annotated[
+        str | None,
+        option("Where it goes: cpu, cuda, auto.", "--device", "--device-map", check=check_device),
+    ] = None
+    min_pixels: Annotated[int | None, option("Enlarge images with fewer pixels.", min=1)] = None
+    max_pixels: Annotated[int | None, option("Shrink images with more pixels.", min=1)] = None
+
+    def choose(self, named: str | None) -> str:
+        """Take the model that is named first, or by `--model`."""
+        self.model = one_model(named, self.model)
+        return self.model
+
+    def first_of(self, words: list[str], alone: bool) -> list[str]:
+        """Take the model that may be the first of some words; the others."""
+        named, others = model_first(words, alone, self.model)
+        self.choose(named)
+        return others
+
+    def load(self, **more: Any) -> VLM:
+        """Load it, with a progress line on a terminal."""
+        return load(**vars(self), **more)
+
+
+@dataclass
+class Stored(Model):
+    """And what it runs in, and remembers in."""
+
+    runtime: Annotated[
+        str | None,
+        option(
+            "torch, mlx, auto, or onnx or openvino: exported once, into the store.",
+            check=check_runtime,
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        option("int8, or int4 in an exported runtime. Default: as they are.", check=check_weights),
+    ] = None
+    store: Annotated[
+        str | None,
+        option(
+            "Folder to remember in. Default: memory only.",
+            envvar="KEEPSIGHT_STORE",
+            check=check_store_writable,
+        ),
+    ] = None
+
+
+@dataclass
+class Remembering(Stored):
+    """And whose memory, and what is behind it."""
+
+    remote: Annotated[
+        str | None,
+        option(
+            "Address behind the store, such as s3://bucket/name.",
+            envvar="KEEPSIGHT_REMOTE",
+            check=check_store_writable,
+        ),
+    ] = None
+    tenant: Annotated[
+        str | None, option("Whose memory to use; tenants of a store share nothing.")
+    ] = None
+
+
+@dataclass
+class Decoding:
+    """How tokens are chosen."""
+
+    panel: ClassVar[str] = "Decoding"
+    max_tokens: Annotated[int | None, option("The longest answer, in tokens.", min=1)] = None
+    temperature: Annotated[
+        float | None, option("0 is greedy. Default: the checkpoint's.", min=0.0)
+    ] = None
+    top_p: Annotated[
+        float | None,
+        option("Sample from the likeliest tokens of this total probability.", min=0.0, max=1.0),
+    ] = None
+    seed: Annotated[int | None, option("Seed of the sampling.", min=0)] = None
+
+    def options(self) -> Options:
+        """As the library takes them."""
+        if self.temperature == 0 and self.top_p is not None:
+            raise InputError("--top-p has no effect at --temperature 0, which is greedy")
+        sampled = self.temperature is not None or self.top_p is not None
+        given = {
+            "do_sample": self.temperature != 0 if sampled else None,
+            "temperature": self.temperature or None,
+            "max_new_tokens": self.max_tokens,
+            "top_p": self.top_p,
+            "seed": self.seed,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass
+class Form:
+    """What the answer looks like."""
+
+    panel: ClassVar[str] = "Form of the answer"
+    json_schema: Annotated[
+        str | None, option("JSON that fits this schema: a file, -, or the schema itself.")
+    ] = None
+    json_object: Annotated[bool, option("Any JSON object.", "--json-object")] = False
+    choices: Annotated[str | None, option("One of these texts: yes,no,unclear.")] = None
+    choice: Annotated[
+        list[str] | None, option("One of these texts, also with commas; repeatable.")
+    ] = None
+    regex: Annotated[str | None, option("A text that matches this to its end.")] = None
+
+    def asked(self) -> formats.Format | None:
+        """The one form that is named, checked; None without any."""
+        forms = list[formats.Format]()
+        if (schema := self.json_schema) is not None:
+            inline = schema.lstrip().startswith("{")
+            text = schema if inline else read_text(schema, "--json-schema")
+            forms.append(formats.of_schema(text, "--json-schema"))
+        if self.json_object:
+            forms.append(formats.of_schema({"type": "object"}, "--json-object"))
+        if self.choices is not None or self.choice:
+            split = [] if self.choices is None else [s.strip() for s in self.choices.split(",")]
+            forms.append(formats.of_choices([*split, *(self.choice or [])], "--choices"))
+        if self.regex is not None:
+            forms.append(formats.of_regex(self.regex, "--regex"))
+        if len(forms) > 1:
+            named = " and ".join(form.place for form in forms)
+            raise InputError(f"{named}: an answer has one form; name one of them")
+        if forms:
+            optional("llguidance", "structured")
+        return forms[0] if forms else None
+
+
+# -- models ------------------------------------------------------------------------------------
 
 
 def one_model(named: str | None, option: str | None) -> str:
@@ -128,6 +250,35 @@ def one_model(named: str | None, option: str | None) -> str:
     name = named or option or "demo"
     check_model(name)
     return name
+
+
+def check_model(name: str) -> None:
+    """Accept demo models, folders with a configuration, and possible hub ids."""
+    if name in DEMO_NAMES:
+        return
+    folder = expanded(name)
+    if folder.is_file():
+        raise InputError(f"{name} is a file; a model is a folder, a hub id, or demo")
+    if folder.is_dir() and not any(folder.glob("*.json")):
+        raise InputError(f"{name}: the folder holds no model: it has no config.json")
+    if folder.is_dir() or _may_be_hub_id(name):
+        from keepsight.models import reachable  # start-up time: imports the Hub's client
+
+        reachable.check_folder_sees(name)
+        reachable.check_hub(name, None)
+        return
+    beside = [entry.name for entry in os.scandir(folder.parent)] if folder.parent.is_dir() else []
+    near = difflib.get_close_matches(name, DEMO_NAMES, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.7)
+    near += [os.path.join(os.path.dirname(name), one) for one in close]
+    hint = f"did you mean {near[0]}?" if near else "give demo, a folder, or a hub id (owner/name)"
+    raise InputError(f"no model {name!r}: there is no such folder; {hint}")
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """Whether a name has the form owner/name, and nothing on the disk has that name."""
+    path = name.startswith(("./", "../", "~")) or os.path.lexists(name)
+    return not path and _HUB_ID.fullmatch(name) is not None
 
 
 def model_first(
@@ -142,7 +293,7 @@ def model_first(
         return None, words
     first = expanded(words[0])
     demo = words[0] in DEMO_NAMES and not holds_pictures(first)
-    hub = option is None and may_be_hub_id(words[0]) and not _LOOKED_AT.fullmatch(words[0])
+    hub = option is None and _may_be_hub_id(words[0]) and not _LOOKED_AT.fullmatch(words[0])
     is_model = demo or hub or _holds_model(first)
     return (words[0], words[1:]) if is_model else (None, words)
 
@@ -172,32 +323,6 @@ def _holds_model(folder: Path) -> bool:
     return isinstance(found, dict) and "model_type" in found
 
 
-def check_images(names: Iterable[str]) -> None:
-    """Refuse a missing file or one that is no picture, before anything slow is imported."""
-    for name in names:
-        if re.match("[a-z]{2,}:", name, re.IGNORECASE):
-            continue
-        path = Path(name)
-        if not path.exists():
-            raise ImageError(f"{name}: no image can be read there (No such file or directory)")
-        if path.suffix.lower() == ".sight":
-            check_shown(path)
-        elif path.suffix.lower() == ".pdf":
-            optional("pypdfium2", "pdf")
-        elif path.is_file():
-            _check_picture(path, name)
-
-
-def _check_picture(path: Path, name: str) -> None:
-    from keepsight.media import pictures  # start-up time: imports Pillow
-
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ImageError(f"{name}: no image can be read there ({error.strerror})") from None
-    pictures.size_of(data, name)
-
-
 def check_how(model: str, runtime: str | None, weights: str | None, store: str | None) -> None:
     """Refuse runtimes and weights that cannot be combined; only exports support both."""
     check_together(runtime, weights)
@@ -207,12 +332,10 @@ def check_how(model: str, runtime: str | None, weights: str | None, store: str |
 
 def load(
     model: str,
-    dtype: str = "auto",
-    device_map: str | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
     store: str | None = None,
-    pixels: tuple[int | None, int | None] = (None, None),
     remote: str | None = None,
-    tenant: str | None = None,
     **options: Any,
 ) -> VLM:
     """Load the model that the options name, with a progress line on a terminal."""
@@ -225,13 +348,11 @@ def load(
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        if any(pixels):
-            options["image_options"] = {"size": pixel_limits(model, *pixels)}
-        options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
+        options["image_options"] = pixel_limits(model, min_pixels, max_pixels)
         if options.get("runtime") or options.get("weights"):
             options["tell"] = lambda line: typer.echo(line, err=True)
-        vlm = ks.load(model, dtype=dtype, device_map=device_map, **options)
-    if dtype == "auto" and sys.stderr.isatty():
+        vlm = ks.load(model, store=store or "", remote=remote or "", **options)
+    if options.get("dtype") == "auto" and sys.stderr.isatty():
         _warn_of_slow_dtype(vlm)
     return vlm
 
@@ -253,65 +374,102 @@ def _warn_of_slow_dtype(vlm: VLM) -> None:
         )
 
 
-def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
+def pixel_limits(model: str, least: int | None, most: int | None) -> Options | None:
     """Pixel limits as Qwen's image processors want them; other processors use other options."""
+    if least is None and most is None:
+        return None
     from keepsight.models import loading
 
     processor = loading.load_processor(loading.model_path(model), None).image_processor
-    size = processor.size
     understood = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
     if not {"min_pixels", "max_pixels"} <= set(understood):
         raise UnsupportedInput(
             f"--min-pixels and --max-pixels: {type(processor).__name__} does not size images by "
             "their number of pixels; use image_options= in Python"
         )
-    least = size["shortest_edge"] if least is None else least
-    most = size["longest_edge"] if most is None else most
+    least = processor.size["shortest_edge"] if least is None else least
+    most = processor.size["longest_edge"] if most is None else most
     if least > most:
         raise InputError(f"--min-pixels {least} is more than --max-pixels {most}")
-    return {"shortest_edge": least, "longest_edge": most}
+    return {"size": {"shortest_edge": least, "longest_edge": most}}
 
 
-def decoding(
-    max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
-) -> Record:
-    """The decoding options as the library takes them."""
-    if temperature == 0 and top_p is not None:
-        raise InputError("--top-p has no effect at --temperature 0, which is greedy")
-    options: Options = {}
-    if temperature is not None or top_p is not None:
-        options["do_sample"] = temperature != 0
-    if temperature:
-        options["temperature"] = temperature
-    given = {"max_new_tokens": max_tokens, "top_p": top_p, "seed": seed}
-    return options | {name: value for name, value in given.items() if value is not None}
+# -- files -------------------------------------------------------------------------------------
+
+
+def read_text(path: str | Path, option: str) -> str:
+    """The text of a file that an option names; `-` is standard input."""
+    try:
+        if str(path) == "-":
+            return sys.stdin.read()
+        return expanded(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{option} {path}: cannot be read ({why})") from error
+
+
+def beside(path: object, folder: Path) -> Any:
+    """What a file names: a path begins where that file lies; all else stays as it is."""
+    is_path = isinstance(path, str) and "://" not in path and not path.startswith("data:")
+    return os.fspath(folder / os.path.expanduser(str(path))) if is_path else path
+
+
+def check_images(names: Iterable[str]) -> None:
+    """Refuse a missing file or one that is no picture, before anything slow is imported."""
+    for name in names:
+        if name == "-" or re.match("[a-z]{2,}:", name, re.IGNORECASE):
+            continue
+        path = Path(name)
+        if not path.exists():
+            raise ImageError(f"{name}: no image can be read there (No such file or directory)")
+        if path.suffix.lower() == ".sight":
+            check_shown(path)
+        elif path.suffix.lower() == ".pdf":
+            optional("pypdfium2", "pdf")
+        elif path.is_file():
+            from keepsight.media import pictures  # start-up time: imports Pillow
+
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise ImageError(f"{name}: no image can be read there ({error.strerror})") from None
+            pictures.size_of(data, name)
 
 
 _HEADER = 8  # bytes with the record's length, before its first brace
-MANIFEST = "keepsight.json"  # name of an export's file
-_PARTS = (MANIFEST, "graphs")  # part of any export, whole or damaged
 
 
 def check_shown(path: Path) -> None:
     """Accept files that may be ours or an export; reading shows whether they are intact."""
     try:
-        if path.is_dir():
-            _check_folder(path)
-            return
-        with path.open("rb") as file:
-            start = file.read(_HEADER + 1)
+        if not path.is_dir():
+            with path.open("rb") as file:
+                start = file.read(_HEADER + 1)
+            if len(start) <= _HEADER or start[_HEADER:] != b"{":
+                raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
+        elif not any((path / part).exists() for part in (MANIFEST, "graphs")):
+            hint = "name a .sight or .keep file"
+            if found := sorted([*path.glob("*.sight"), *path.glob("*.keep")]):
+                hint = f"one of its files: keepsight show {found[0]}"
+            if (path / "config.json").is_file():
+                hint = f"what a model takes: keepsight plan {path}"
+            raise InputError(f"{path} is neither a store nor an export; {hint}")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(start) <= _HEADER or start[_HEADER:] != b"{":
-        raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
 
 
-def _check_folder(path: Path) -> None:
-    if any((path / part).exists() for part in _PARTS):
-        return
-    what = "neither a store nor an export"
-    if (path / "config.json").is_file():
-        raise InputError(f"{path} is {what}; what a model takes: keepsight plan {path}")
-    found = next((f for end in ("sight", "keep") for f in sorted(path.glob(f"*.{end}"))), None)
-    hint = f"one of its files: keepsight show {found}" if found else "name a .sight or .keep file"
-    raise InputError(f"{path} is {what}; {hint}")
+PAGE_TITLE = "<title>Keepsight: look once, remember</title>"  # by which a page of ours is known
+
+
+def check_page(path: Path) -> None:
+    """Before the tour, refuse a page that cannot be written, or an existing foreign file."""
+    path = expanded(path)
+    why = ""
+    if path.is_dir():
+        why = "it is a folder; name a file such as tour.html"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}; name a file such as tour.html"
+    elif path.exists() and PAGE_TITLE.encode() not in path.read_bytes():
+        why = "a file of that name is there; name a new one"
+    if why:
+        raise InputError(f"--save {path}: {why}")

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from keepsight.cli.terminal import console, json_line, plain
 from keepsight.kinds import Record
 from keepsight.system.units import bytes_text
 
@@ -23,8 +27,7 @@ if TYPE_CHECKING:
 
 _STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
 _MOST_TOLD = 1000  # broken images listed at the end; a file takes any number
-_LINES = 10.0  # seconds between two lines without a terminal
-Problem = tuple[str, str, str]  # name, status, reason
+LINES = 10.0  # seconds between two lines without a terminal
 
 
 @dataclass
@@ -32,16 +35,16 @@ class EncodeCounts:
     """The results of images so far."""
 
     total: int | None = None  # once it is known
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     tokens: int = 0  # encoded in this run
     nbytes: int = 0  # written in this run
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[tuple[str, str, str]] = field(default_factory=list)  # name, status, reason
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
 
     def add(self, result: Encoded) -> None:
         """Count one image."""
-        self.counts[result.status] = self.counts.get(result.status, 0) + 1
+        self.counts[result.status] += 1
         if result.status == "encoded":
             self.tokens += result.tokens
             self.nbytes += result.nbytes
@@ -52,17 +55,17 @@ class EncodeCounts:
     @property
     def done(self) -> int:
         """The number of processed images."""
-        return sum(self.counts.values())
+        return self.counts.total()
 
     @property
     def failed(self) -> int:
         """Images that could not be used, or whose packages the store refused."""
-        return self.counts.get("broken", 0) + self.counts.get("refused", 0)
+        return self.counts["broken"] + self.counts["refused"]
 
     def rates(self) -> tuple[float, float]:
         """Encoded images and tokens per second."""
         seconds = max(self.seconds, 1e-9)
-        return self.counts.get("encoded", 0) / seconds, self.tokens / seconds
+        return self.counts["encoded"] / seconds, self.tokens / seconds
 
     def left(self) -> float | None:
         """Estimated seconds until the end, if the number of images is known."""
@@ -77,7 +80,7 @@ class EncodeCounts:
         return {
             "images": self.done,
             "total": self.total,
-            **{name: self.counts.get(name, 0) for name in _STATUSES},
+            **{name: self.counts[name] for name in _STATUSES},
             "tokens": self.tokens,
             "bytes": self.nbytes,
             "seconds": round(self.seconds, 3),
@@ -87,21 +90,33 @@ class EncodeCounts:
         }
 
     def __str__(self) -> str:
-        counts = [f"{n} {name}" for name in _STATUSES if (n := self.counts.get(name, 0))]
+        counts = [f"{n} {name}" for name in _STATUSES if (n := self.counts[name])]
         return f"{', '.join(counts) or 'no images'}; {self.pace()}"
 
     def pace(self) -> str:
-        """The rates as text."""
-        if self.done and not self.counts.keys() - {"kept", "duplicate"}:
-            return "nothing new"
+        """The rates, and the time that is left, as text."""
+        rest = "" if not (left := self.left()) else f", {duration(left)} left"
+        if self.done and self.done == self.counts["kept"] + self.counts["duplicate"]:
+            return f"nothing new{rest}"
         images, tokens = self.rates()
-        return f"{images:.1f} images/s, {tokens:.0f} tokens/s, {bytes_text(self.nbytes)} written"
+        written = bytes_text(self.nbytes)
+        return f"{images:.1f} images/s, {tokens:.0f} tokens/s, {written} written{rest}"
 
-    def line(self) -> str:
-        """Everything on one line, for a log."""
-        left = self.left()
-        rest = "" if left is None else f", {duration(left)} left"
-        return f"{self.done}/{self.total or '?'} images: {self}{rest}"
+    def tell(self, to: str, errors: Path | None, as_json: bool) -> None:
+        """The end of a run: what became of all, and of each that was left out."""
+        self.total = self.done
+        if as_json:
+            json_line(self.to_dict())
+        else:
+            console().print(f"{self}\nin {to}")
+        err = console(stderr=True)
+        for name, status, error in self.problems:
+            why = error if error.startswith(name) else f"{name}: {error}"
+            err.print(plain(f"{status}: {why}"), style=None if status == "skipped" else "red")
+        untold = self.failed + self.counts["skipped"] - len(self.problems)
+        if untold > 0:
+            where = errors or "a file, with --errors FILE"
+            err.print(f"and {untold} more; all are listed in {where}")
 
 
 def duration(seconds: float) -> str:
@@ -116,39 +131,18 @@ def shown(
 ) -> Iterator[Encoded]:
     """Pass on and count results: a bar on a terminal, otherwise a line now and then."""
     tally.started = time.perf_counter()
-    if console.is_terminal and not as_json:
-        yield from _with_bar(results, tally, console)
-    else:
-        yield from _with_lines(results, tally, console, as_json)
-
-
-def _with_bar(
-    results: Iterable[Encoded], tally: EncodeCounts, console: Console
-) -> Iterator[Encoded]:
-    columns = (
-        TextColumn("encoding"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[pace]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("encoding", total=tally.total, pace="")
+    last = 0.0
+    columns = ("encoding", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
+    drawn = console.is_terminal and not as_json
+    with Progress(*columns, console=console) if drawn else nullcontext() as bar:
+        task = None if bar is None else bar.add_task("", total=tally.total, pace="")
         for result in results:
             tally.add(result)
-            left = tally.left()
-            rest = "" if left is None else f", {duration(left)} left"
-            bar.update(task, total=tally.total, completed=tally.done, pace=tally.pace() + rest)
+            if bar is not None and task is not None:
+                bar.update(task, total=tally.total, completed=tally.done, pace=tally.pace())
+            elif tally.seconds - last >= LINES:
+                last = tally.seconds
+                line = f"{tally.done}/{tally.total or '?'} images: {tally}"
+                text = json.dumps({"progress": tally.to_dict()}) if as_json else line
+                console.out(text, highlight=False)
             yield result
-
-
-def _with_lines(
-    results: Iterable[Encoded], tally: EncodeCounts, console: Console, as_json: bool
-) -> Iterator[Encoded]:
-    last = tally.started
-    for result in results:
-        tally.add(result)
-        if tally.started + tally.seconds - last >= _LINES:
-            last = tally.started + tally.seconds
-            text = json.dumps({"progress": tally.to_dict()}) if as_json else tally.line()
-            console.out(text, highlight=False)
-        yield result

@@ -18,7 +18,6 @@ import typer
 from typer.core import TyperCommand
 
 from keepsight.cli import options
-from keepsight.cli.model_names import check_model
 from keepsight.cli.terminal import json_line
 from keepsight.errors import InputError, MissingExtra
 from keepsight.kinds import Options
@@ -35,6 +34,7 @@ _LIBRARIES = (
     *("pydantic", "pydantic_settings", "fastapi", "uvicorn"),
     *("prometheus_client", "python_multipart"),
 )
+_NAMES = {"device_map": ("--device", "--device-map"), "model": ("--model", "-m")}
 
 
 class ServeCommand(TyperCommand):
@@ -63,74 +63,69 @@ def _with_flags() -> Callable[..., None]:
         run({name: value for name, value in given.items() if value is not None})
 
     fields = {name: one for name, one in ServerConfig.model_fields.items() if name != "keys"}
-    about = fields["model"].description
+    about = "The address and the log as lines of JSON."
     flags = {
-        "named": Annotated[str | None, typer.Argument(metavar="MODEL", help=about)],
+        "named": typer.Argument(metavar="MODEL", help=fields["model"].description),
         **{name: _flag(name, field) for name, field in fields.items()},
-        "as_json": Annotated[
-            bool | None,
-            typer.Option(
-                "--json",
-                help="The address and the log as lines of JSON.",
-                show_default=False,
-                rich_help_panel="Network",
-            ),
-        ],
+        "as_json": options.option(about, "--json", rich_help_panel="Network", show_default=False),
+    }
+    call.__annotations__ = {
+        name: Annotated[_kind(fields.get(name), name), flag] for name, flag in flags.items()
     }
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in flags.items()]
+        [
+            inspect.Parameter(name, kind, default=None, annotation=annotation)
+            for name, annotation in call.__annotations__.items()
+        ]
     )
-    call.__annotations__ = flags
     return call
 
 
-_NAMES = {"device_map": ("--device", "--device-map"), "model": ("--model", "-m")}
+def _kind(field: FieldInfo | None, name: str) -> Any:
+    """What a flag is parsed as; sizes, times and the like are texts."""
+    if field is None:
+        return bool | None if name == "as_json" else str | None
+    for kind in (bool, int):
+        if isinstance(field.default, kind):
+            return kind | None
+    return list[str] | None if field.default == () else str | None
 
 
 def _flag(name: str, field: FieldInfo) -> object:
-    """A setting as a flag. Sizes, times and the like are parsed from text."""
     default, text = field.default, field.description or ""
     flag = f"--{name.replace('_', '-')}"
     names: tuple[str, ...] = _NAMES.get(name, (flag,))
-    kind: type = str
     if isinstance(default, bool):
-        kind, names = bool, (flag if not default else f"{flag}/--no-{flag[2:]}",)
-    elif default == ():
-        kind = list[str]
-    else:
-        kind = int if isinstance(default, int) else str
-        if default is not None:
-            text = f"{text.removesuffix('.')}; default {default}."
-    option = typer.Option(
-        *names, help=text, show_default=False, rich_help_panel=field.title or "Options"
-    )
-    return Annotated[kind | None, option]
+        names = (f"{flag}/--no-{flag[2:]}" if default else flag,)
+    elif default not in (None, ()):
+        text = f"{text.removesuffix('.')}; default {default}."
+    panel = field.title or "Options"
+    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
 
 
 def run(given: Options) -> None:
     """Build the settings from flags, environment and file, and run the server."""
     with _ending_at_once():
-        _run(given)
+        _check_libraries()
+        from keepsight.server.config import ServerConfig  # optional: needs the extra
 
+        as_json = bool(given.pop("as_json", False))
+        if (named := given.pop("named", None)) is not None:
+            given["model"] = options.one_model(named, given.get("model"))
+        config = ServerConfig(**given)
+        if (name := config.model) is None:
+            raise InputError("which model? write: keepsight serve demo")
+        check_device(config.device_map)
+        for store in (config.store, config.remote):
+            check_store_writable(store or "")
+        check_dtype(config.dtype)
+        options.check_model(name)
+        check_listen(config.host, config.port)
+        with _loaded(config) as vlm:
+            from keepsight.server.running import serve as listen  # start-up time
 
-def _run(given: Options) -> None:
-    _check_libraries()
-    given = dict(given)
-    as_json = bool(given.pop("as_json", False))
-    config = _settings(given)
-    if (name := config.model) is None:
-        raise InputError("which model? write: keepsight serve demo")
-    check_device(config.device_map)
-    for store in (config.store, config.remote):
-        check_store_writable(store or "")
-    check_dtype(config.dtype)
-    check_model(name)
-    check_listen(config.host, config.port)
-    with _loaded(config) as vlm:
-        from keepsight.server.running import serve as listen  # start-up time: after checking flags
-
-        listen(vlm, name, config, lambda port: announce(name, config, port, as_json), as_json)
+            listen(vlm, name, config, lambda port: announce(name, config, port, as_json), as_json)
 
 
 @contextlib.contextmanager
@@ -140,11 +135,7 @@ def _ending_at_once() -> Iterator[None]:
     That is the default, except for the first process of a container: there a signal without a
     handler is ignored, and the process could not be stopped while it loads a model.
     """
-
-    def end(number: int, frame: object) -> None:
-        os._exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
     try:
         yield
     finally:
@@ -157,18 +148,8 @@ def _check_libraries() -> None:
             raise MissingExtra.named(library.replace("_", "-"), "server")
 
 
-def _settings(given: Options) -> ServerConfig:
-    from keepsight.server.config import ServerConfig  # optional: needs the extra
-
-    if (named := given.pop("named", None)) is not None:
-        given["model"] = options.one_model(named, given.get("model"))
-    return ServerConfig(**given)
-
-
 def _loaded(config: ServerConfig) -> VLM:
-    given = config.of_model()
-    pixels = (given.pop("min_pixels", None), given.pop("max_pixels", None))
-    return options.load(given.pop("model"), pixels=pixels, **given)
+    return options.load(**config.of_model())
 
 
 def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) -> None:
@@ -177,15 +158,14 @@ def announce(name: str, config: ServerConfig, port: int, as_json: bool = False) 
     As JSON it is one line, which a program that started the server reads to know its address.
     """
     host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"
-    host = f"[{host}]" if ":" in host else host
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     shown = config.model_name or name
-    key = ' -H "Authorization: Bearer YOUR_KEY"' if config.keys else ""
     if as_json:
-        json_line({"event": "listening", "model": shown, "url": f"http://{host}:{port}"})
+        json_line({"event": "listening", "model": shown, "url": url})
         return
-    typer.echo(f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)")
-    typer.echo("Try:")
+    key = ' -H "Authorization: Bearer YOUR_KEY"' if config.keys else ""
+    typer.echo(f"Keepsight serves {shown} at {url}  (API: /docs, page: /)")
     typer.echo(
-        f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+        f"Try:\n  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
         f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
     )

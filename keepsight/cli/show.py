@@ -1,63 +1,76 @@
-"""Describes a `.sight` or `.keep` file: its contents, what it is bound to, and whether it is
-intact.
+"""Describes a `.sight` or `.keep` file, or an export: what it holds and is bound to, and whether it
+is intact.
 
-The file is read and checked in full, as any use would, so a file shown without complaint is a file
-that loads. No model is needed.
+All of it is read and checked, as any use would, so what is shown without complaint is what loads.
+No model is needed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from keepsight import store
-from keepsight.cli.terminal import plain, table
+from keepsight.cli.terminal import facts, plain, table
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
+from keepsight.runtimes import load as exported
+from keepsight.runtimes.manifest import Manifest
 from keepsight.session import keep_file
 from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
 
-_FORMATS = {
-    package.KIND: package.FORMAT,
-    keep_file.KIND: keep_file.FORMAT,
-    "snapshot": store.FORMAT,
-    "state": store.FORMAT,
+_KINDS = {
+    package.KIND: (package.FORMAT, "a package: the features of one image"),
+    keep_file.KIND: (
+        keep_file.FORMAT,
+        "a session: a conversation, its pictures and what was prefilled of it",
+    ),
+    "snapshot": (store.FORMAT, "a snapshot of a store: one stretch of a prefix"),
+    "state": (
+        store.FORMAT,
+        "a state of a store: the fixed-size layers behind one stretch of a prefix",
+    ),
 }
-_WHAT = {
-    package.KIND: "a package: the features of one image",
-    keep_file.KIND: "a session: a conversation, its pictures and what was prefilled of it",
-    "snapshot": "a snapshot of a store: one stretch of a prefix",
-    "state": "a state of a store: the fixed-size layers behind one stretch of a prefix",
+_PARTS = ("tower", "embedding", "decoder", "head")
+_RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
+_HELD = {
+    None: "float32",
+    "int8": "int8 (decoder and head), float32 (tower)",
+    "int4": "int4 (decoder), int8 (head), float32 (tower)",
 }
+_MOST_TENSORS = 24
 
 
 def describe(file: str | Path) -> Record:
-    """Everything about a file, as plain data. Damage raises a named error."""
+    """Everything about a file or an export, as plain data. Damage raises a named error."""
     path = expanded(file)
+    start = time.perf_counter()
     try:
+        if exported.is_export(path):
+            return _export(path)
         size = path.stat().st_size
-        start = time.perf_counter()
         record = tensorfile.read_record(path)
         header = time.perf_counter()
         kind = record["kind"]
-        if kind not in _FORMATS:
+        if kind not in _KINDS:
             raise NotKeepsightFile(f"{path}: a Keepsight file of an unknown kind, {kind!r}")
-        tensors, record = tensorfile.read(path, kind, _FORMATS[kind])
+        number, what = _KINDS[kind]
+        tensors, record = tensorfile.read(path, kind, number)
         end = time.perf_counter()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     described = {
         "path": str(path),
         "kind": kind,
-        "what": _WHAT[kind],
+        "what": what,
         "format": record["format"],
         "bytes": size,
         "tensor_bytes": sum(t.nbytes for t in tensors.values()),
@@ -68,7 +81,16 @@ def describe(file: str | Path) -> Record:
         },
         "integrity": f"sound: the record and {len(tensors)} tensors match their digests",
     }
-    return described | _PARTS[kind](path, tensors, record)
+    if kind == package.KIND:
+        return described | _package(Package.from_record(tensors, record, str(path)))
+    if kind == keep_file.KIND:
+        try:
+            return described | _session(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
+    known = {name: record[name] for name in ("start", "end", "parent") if name in record}
+    bound = {"parent": record.get("parent")}
+    return described | {"tokens": known, "bound_to": bound, "provenance": {}}
 
 
 def _tensor(name: str, tensor: torch.Tensor, digest: str) -> Record:
@@ -77,50 +99,36 @@ def _tensor(name: str, tensor: torch.Tensor, digest: str) -> Record:
     return {"name": name, "dtype": dtype, "shape": shape, "bytes": tensor.nbytes, "digest": digest}
 
 
-def _package(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> Record:
-    loaded = Package.from_record(tensors, record, str(path))
-    about = loaded.about
-    return {
-        "modality": loaded.modality,
-        "tokens": loaded.tokens,
-        "grid": loaded.grid,
-        "key": loaded.key,
-        "identity": loaded.identity,
-        "feature_id": loaded.feature_id,
-        "codec": loaded.codec,
+def _bound_to(about: Record) -> Record:
+    names = {"model": "model_type", "name": "name", "commit": "commit"}
+    return {name: about.get(key) for name, key in names.items()}
+
+
+def _package(loaded: Package) -> Record:
+    names = ("modality", "tokens", "grid", "key", "identity", "feature_id", "codec")
+    return {name: getattr(loaded, name) for name in names} | {
         "bound_to": {
-            "model": about.get("model_type"),
-            "name": about.get("name"),
-            "commit": about.get("commit"),
+            **_bound_to(loaded.about),
             "vision weights": loaded.weights,
             "vision settings": loaded.settings,
-            "image processor": about.get("image_processor"),
-            "processor settings": about.get("processor_settings"),
+            "image processor": loaded.about.get("image_processor"),
+            "processor settings": loaded.about.get("processor_settings"),
         },
         "provenance": loaded.provenance,
     }
 
 
-def _session(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> Record:
-    try:
-        messages, media = record["messages"], record["media"]
-        about = record["about"]
-        return {
-            "messages": [_message(message) for message in messages],
-            "images": len(media),
-            "image_tokens": sum(int(medium["tokens"]) for medium in media),
-            "prefilled_tokens": max((int(s["end"]) for s in record["snapshots"]), default=0),
-            "bound_to": {
-                "model": about.get("model_type"),
-                "name": about.get("name"),
-                "commit": about.get("commit"),
-                "weights": record["weights"],
-                "vision weights": record["vision_weights"],
-            },
-            "provenance": media[0]["provenance"] if media else record.get("made", {}),
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
+def _session(record: Record) -> Record:
+    media = record["media"]
+    weights = {"weights": record["weights"], "vision weights": record["vision_weights"]}
+    return {
+        "messages": [_message(message) for message in record["messages"]],
+        "images": len(media),
+        "image_tokens": sum(int(medium["tokens"]) for medium in media),
+        "prefilled_tokens": max((int(s["end"]) for s in record["snapshots"]), default=0),
+        "bound_to": _bound_to(record["about"]) | weights,
+        "provenance": media[0]["provenance"] if media else record.get("made", {}),
+    }
 
 
 def _message(message: Record) -> Record:
@@ -133,76 +141,118 @@ def _message(message: Record) -> Record:
     }
 
 
-def _snapshot(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> Record:
-    known = {name: record[name] for name in ("start", "end", "parent") if name in record}
-    return {"tokens": known, "bound_to": {"parent": record.get("parent")}, "provenance": {}}
+def _export(folder: Path) -> Record:
+    start = time.perf_counter()
+    manifest = exported.read(folder)
+    seconds = time.perf_counter() - start
+    others = exported.other_versions(manifest).items()
+    return of_manifest(folder, manifest) | {
+        "other_versions": {name: {"made": was, "here": here} for name, (was, here) in others},
+        "reading_ms": round(1e3 * seconds, 3),
+        "integrity": f"sound: {len(manifest.files)} files match their digests",
+    }
 
 
-_PARTS: dict[str, Callable[[Path, dict[str, torch.Tensor], Record], Record]] = {
-    package.KIND: _package,
-    keep_file.KIND: _session,
-    "snapshot": _snapshot,
-    "state": _snapshot,
-}
+def of_manifest(folder: Path, manifest: Manifest) -> Record:
+    """What an export says of itself, as plain data."""
+    sizes = {
+        part: sum(f.bytes for n, f in manifest.files.items() if n.startswith(f"graphs/{part}."))
+        for part in _PARTS
+    }
+    names = ("format", "runtime", "quantised", "most_patches", "bytes", "deviation", "weights")
+    return {
+        "folder": str(folder),
+        "kind": "export",
+        "model": manifest.model_type,
+        **{name: getattr(manifest, name) for name in names},
+        "files": len(manifest.files),
+        "graphs": sizes,
+        "versions": manifest.versions,
+    }
 
 
 # -- for people --------------------------------------------------------------------------------
 
 
 def render(described: Record) -> RenderableType:
-    """The tables that describe a file."""
-    parts: list[RenderableType] = [_facts(described)]
+    """The tables that describe a file or an export."""
+    if described["kind"] == "export":
+        return _render_export(described)
+    ms = described["reading_ms"]
+    seconds = ms["everything, checked"]
+    size, held = bytes_text(described["bytes"]), bytes_text(described["tensor_bytes"])
+    said: dict[str, object] = {
+        "file": Text(plain(described["path"]), "bold"),
+        "what": f"{described['what']} (format {described['format']})",
+        "size": f"{size} on disk, {held} of tensors",
+        "integrity": Text(described["integrity"], "green"),
+        "reading": f"record {ms['record']:.1f} ms, everything {seconds:.1f} ms "
+        f"({_speed(described['bytes'], seconds)})",
+    }
+    names = ("tokens", "images", "image_tokens", "prefilled_tokens", "grid", "codec")
+    said |= {n.replace("_", " "): _text(described.get(n)) for n in (*names, "key", "identity")}
+    parts: list[RenderableType] = [facts(said)]
     for message in described.get("messages", []):
         pictures = f" [{message['images']} images]" if message["images"] else ""
         parts.append(Text(plain(f"  {message['role']}:{pictures} {message['text']}")))
     for title in ("bound_to", "provenance"):
-        rows = {name: value for name, value in described[title].items() if value is not None}
-        if rows:
-            shown = table("", "", title=f"\n{title.replace('_', ' ')}")
-            for name, value in rows.items():
-                shown.add_row(plain(f"  {name}"), plain(_text(value)))
-            parts.append(shown)
-    return Group(*parts, _tensors(described["tensors"]))
+        if rows := {f"  {name}": _text(value) for name, value in described[title].items()}:
+            parts.append(facts(rows, f"\n{title.replace('_', ' ')}"))
+    tensors = described["tensors"]
+    cells = [
+        (t["name"], t["dtype"], "x".join(map(str, t["shape"])), bytes_text(t["bytes"]), digest)
+        for t in tensors[:_MOST_TENSORS]
+        for digest in [f"{t['digest'][:12]}…"]
+    ]
+    if (more := len(tensors) - _MOST_TENSORS) > 0:
+        cells.append((f"and {more} more", "", "", "", ""))
+    head = ("tensor", "dtype", "shape", "bytes", "digest")
+    return Group(*parts, table(*head, right=("shape", "bytes"), title="\ntensors", rows=cells))
 
 
-def _facts(described: Record) -> RenderableType:
-    ms = described["reading_ms"]
-    everything = ms["everything, checked"]
-    speed = bytes_text(1e3 * described["bytes"] / max(everything, 1e-3))
-    facts = {
-        "file": described["path"],
-        "what": f"{described['what']} (format {described['format']})",
-        "size": f"{bytes_text(described['bytes'])} on disk, "
-        f"{bytes_text(described['tensor_bytes'])} of tensors",
-        "integrity": described["integrity"],
-        "reading": f"record {ms['record']:.1f} ms, everything {everything:.1f} ms ({speed}/s)",
-    }
-    shown_facts = ("tokens", "images", "image_tokens", "prefilled_tokens", "grid", "codec")
-    for name in (*shown_facts, "key", "identity"):
-        if name in described:
-            facts[name.replace("_", " ")] = _text(described[name])
-    shown = table("", "")
-    for name, value in facts.items():
-        style = "green" if name == "integrity" else "bold" if name == "file" else ""
-        shown.add_row(name, Text(plain(value), style=style))
-    return shown
+def _speed(nbytes: int, ms: float) -> str:
+    return f"{bytes_text(1e3 * nbytes / max(ms, 1e-3))}/s"
 
 
-def _tensors(tensors: list[Record]) -> RenderableType:
-    right = ("shape", "bytes")
-    shown = table("tensor", "dtype", "shape", "bytes", "digest", right=right, title="\ntensors")
-    for t in tensors[:24]:
-        shape = "x".join(map(str, t["shape"]))
-        digest = f"{t['digest'][:12]}…"
-        shown.add_row(plain(t["name"]), t["dtype"], shape, bytes_text(t["bytes"]), digest)
-    if len(tensors) > 24:
-        shown.add_row(f"and {len(tensors) - 24} more", "", "", "", "")
-    return shown
-
-
-def _text(value: object) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(v)}" for name, v in value.items())
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
-    return str(value)
+    return "" if value is None else str(value)
+
+
+def _render_export(described: Record) -> RenderableType:
+    speed = _speed(described["bytes"], described["reading_ms"])
+    said = summary(described) | {
+        "integrity": Text(f"{described['integrity']} ({speed})", "green"),
+        **{f"weights, {name}": described["weights"][name] for name in ("all", "vision")},
+    }
+    others = described["other_versions"]
+    rows = [
+        (name, version, others[name]["here"] if name in others else "")
+        for name, version in described["versions"].items()
+    ]
+    versions = table("library", "made with", "here", title="\nversions", rows=rows)
+    return Group(facts(said), versions)
+
+
+def summary(export: Record) -> dict[str, object]:
+    """The lines about an export that its making ends with, too."""
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in export["graphs"].items())
+    patches, off = export["most_patches"], export["deviation"]
+    known = {name: off.get(name) for name in ("features", "logits")}
+    tokens = (off.get("same_tokens"), off.get("tokens"))
+    return {
+        "folder": Text(plain(export["folder"]), "bold"),
+        "what": f"an export of {export['model']} for {_RUNTIMES[export['runtime']]}",
+        "weights held in": _HELD[export["quantised"]],
+        "size": f"{bytes_text(export['bytes'])} in {export['files']} files: {parts}",
+        "largest picture": None if patches is None else f"{patches} patches",
+        **{
+            f"{name} off by": f"{value:.1e} of their scale"
+            for name, value in known.items()
+            if isinstance(value, int | float)
+        },
+        "same tokens": None if None in tokens else "{} of {}".format(*tokens),
+    }

@@ -1,4 +1,4 @@
-"""What the command line and the demo print with: a console, errors by name, tables, thumbnails.
+"""What the command line prints with: a console, errors by name, tables, pictures, a moving line.
 
 Nothing slow is imported here, so `keepsight --help` stays quick. Text from files and models goes
 through `plain` first: a file must not control the reader's terminal.
@@ -6,21 +6,30 @@ through `plain` first: a file must not control the reader's terminal.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from keepsight.errors import KeepsightError, WrongTorchvision
+from keepsight.system.places import expanded
+from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,6 +68,64 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+def json_line(data: object) -> None:
+    """Print one line of JSON on standard output."""
+    typer.echo(json.dumps(data, default=str))
+
+
+def age_text(seconds: float) -> str:
+    """`7300` as `2 h`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def table(
+    *columns: str,
+    right: Sequence[str] = (),
+    title: str | None = None,
+    rows: Iterable[Iterable[object]] = (),
+) -> Table:
+    """A table in this program's style; columns named in `right` hold numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    made.show_header = any(columns)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else plain(str(cell)) for cell in row))
+    return made
+
+
+def facts(of: Mapping[str, object], title: str | None = None) -> Table:
+    """A line for each thing that is known; what is None or empty is left out."""
+    return table("", "", title=title, rows=[row for row in of.items() if row[1] not in (None, "")])
+
+
+def report_table(report: Report) -> Group:
+    """A report for people; neighbours that say the same are one row."""
+    share = 100 * report.cached_tokens // max(1, report.prompt_tokens)
+    title = f"{report.prompt_tokens} prompt tokens, {report.cached_tokens} reused ({share} %)"
+    made = table("tokens", "what", "status", "why", "features", title=title)
+    for (name, status, why, features), alike in itertools.groupby(
+        report.segments, lambda s: (s.name, s.status, s.why, s.features or "")
+    ):
+        first, *more = alike
+        tokens = f"{first.start}-{(more or [first])[-1].end}"
+        style = "green" if status == "reused" else "yellow"
+        made.add_row(tokens, name, Text(status, style), why, features)
+    stages = ", ".join(f"{name} {ms:.1f}" for name, ms in report.milliseconds.items())
+    lines = [f"ms: {stages}"] if stages else []
+    lines += [f"note: {note}" for note in report.notes]
+    return Group(made, *(Text(plain(line), "dim") for line in lines))
+
+
+# -- text that comes in pieces -----------------------------------------------------------------
+
+
 class WrittenWords:
     """Text that comes in pieces, broken between words where a line of a terminal is full."""
 
@@ -90,41 +157,42 @@ class WrittenWords:
         self.column = 0 if word.endswith("\n") else self.column + cell_len(word)
 
 
-def json_line(data: object) -> None:
-    """Print one line of JSON on standard output."""
-    typer.echo(json.dumps(data, default=str))
+@contextmanager
+def loading_line(name: str) -> Iterator[None]:
+    """While something is loaded, show how long it takes, and what came from the Hub; only on a
+    terminal, on stderr."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    began, before, spinner = time.monotonic(), _bytes_from_hub(name), Spinner("line")
+
+    def line() -> Spinner:
+        new = _bytes_from_hub(name) - before
+        source = f", {bytes_text(new)} from the Hub" if new else ""
+        seconds = time.monotonic() - began
+        spinner.update(text=f"loading {plain(name)} ... {seconds:.0f} s{source}")
+        return spinner
+
+    err = console(stderr=True)
+    options = {"transient": True, "redirect_stdout": False, "refresh_per_second": 4}
+    with Live(get_renderable=line, console=err, **options):  # type: ignore[arg-type]
+        yield
 
 
-def age_text(seconds: float) -> str:
-    """`7300` as `2 h`."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+def _bytes_from_hub(name: str) -> int:
+    """Bytes in the Hub's cache for a model, including partial files."""
+    if "/" not in name or expanded(name).exists():
+        return 0
+    from huggingface_hub import constants  # start-up time: a folder needs no Hub
+
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(blobs))
+    except OSError:  # not there yet, or just renamed
+        return 0
 
 
-def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
-    """A table in this program's style; columns named in `right` hold numbers."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    made.show_header = any(columns)
-    for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    return made
-
-
-def report_table(report: Report) -> Group:
-    """A report as `print(report)` shows it, with columns and colours."""
-    share = 100 * report.cached_tokens // max(1, report.prompt_tokens)
-    title = f"{report.prompt_tokens} prompt tokens, {report.cached_tokens} reused ({share} %)"
-    made = table("tokens", "what", "status", "why", "features", title=title)
-    for s in report.segments:
-        name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
-        status = Text(s.status, style="green" if s.status == "reused" else "yellow")
-        made.add_row(f"{s.start}-{s.end}", name, status, s.why, s.features or "")
-    stages = ", ".join(f"{name} {ms:.1f}" for name, ms in report.milliseconds.items())
-    lines = [f"ms: {stages}"] if stages else []
-    lines += [f"note: {note}" for note in report.notes]
-    return Group(made, *(Text(plain(line), "dim") for line in lines))
+# -- pictures ----------------------------------------------------------------------------------
 
 
 def share_bar(part: int, whole: int, width: int = 24) -> Text:
@@ -136,11 +204,11 @@ def share_bar(part: int, whole: int, width: int = 24) -> Text:
 def thumbnail(picture: Image, width: int = _COLUMNS) -> Text:
     """A picture in half blocks: each character shows two pixels, one above the other."""
     height = max(2, 2 * round(width * picture.height / picture.width / 2))
-    small = picture.convert("RGB").resize((width, height), _BOX)
+    small: Any = picture.convert("RGB").resize((width, height), _BOX)
     text = Text()
     for y in range(0, height, 2):
         for x in range(width):
-            upper, lower = _rgb(small, x, y), _rgb(small, x, y + 1)
+            upper, lower = ("rgb({},{},{})".format(*small.getpixel((x, y + i))) for i in (0, 1))
             text.append("▀", Style.parse(f"{upper} on {lower}"))
         text.append("\n" if y + 2 < height else "")
     return text
@@ -156,15 +224,8 @@ def show_thumbnail(picture: Image, console: Console) -> None:
         return
     try:
         from textual_image import renderable  # asks the terminal what it can
+
+        sharp = renderable.Image in (renderable.SixelImage, renderable.TGPImage)
     except ImportError:
-        console.print(thumbnail(picture))
-        return
-    if renderable.Image in (renderable.SixelImage, renderable.TGPImage):
-        console.print(renderable.Image(picture, width=_COLUMNS))
-    else:
-        console.print(thumbnail(picture))
-
-
-def _rgb(picture: Image, x: int, y: int) -> str:
-    pixel: Any = picture.getpixel((x, y))
-    return f"rgb({pixel[0]},{pixel[1]},{pixel[2]})"
+        sharp = False
+    console.print(renderable.Image(picture, width=_COLUMNS) if sharp else thumbnail(picture))

@@ -46,7 +46,7 @@ def in_order(runtime: Runtime, pairs: Sequence[Pair], call: Call) -> Iterator[Re
     there."""
     waiting: dict[int, Reply | KeepsightError] = {}
     given = 0
-    for number, found in as_they_come(runtime, pairs, call):
+    for number, found in as_they_come(runtime, pairs, [call] * len(pairs)):
         waiting[number] = found
         while given in waiting:
             one = waiting.pop(given)
@@ -58,12 +58,13 @@ def in_order(runtime: Runtime, pairs: Sequence[Pair], call: Call) -> Iterator[Re
 
 
 def as_they_come(
-    runtime: Runtime, pairs: Sequence[Pair], call: Call
+    runtime: Runtime, pairs: Sequence[Pair], calls: Sequence[Call]
 ) -> Iterator[tuple[int, Reply | KeepsightError]]:
-    """The number of a question and its answer, or its error, as they end."""
+    """The number of a question and its answer, or its error, as they end. The calls of one picture
+    have one tenant."""
     runtime.require_answers()
     engine = runtime.engine
-    ready = _ready(runtime, pairs, call)
+    ready = _ready(runtime, pairs, calls)
     running: dict[int, Answer] = {}
     more = True
     try:
@@ -96,7 +97,7 @@ def _reply(seq: Answer) -> Reply | KeepsightError:
 
 
 def _ready(
-    runtime: Runtime, pairs: Sequence[Pair], call: Call
+    runtime: Runtime, pairs: Sequence[Pair], calls: Sequence[Call]
 ) -> Iterator[tuple[int, Answer | KeepsightError]]:
     """Sequences in the order in which they run: all of a picture, then all of the next."""
     groups: dict[object, list[int]] = {}
@@ -105,7 +106,8 @@ def _ready(
     for numbers in groups.values():
         media: list[Medium] | KeepsightError
         try:
-            media = [named(runtime, one, call.tenant) for one in _list(pairs[numbers[0]][0])]
+            tenant, given = calls[numbers[0]].tenant, pairs[numbers[0]][0]
+            media = [named(runtime, one, tenant) for one in _list(given)]
         except KeepsightError as error:
             media = error
         for number in numbers:
@@ -113,7 +115,8 @@ def _ready(
                 yield number, media
                 continue
             try:
-                yield number, asked(runtime, [user_message(pairs[number][1], media)], call)
+                messages = [user_message(pairs[number][1], media)]
+                yield number, asked(runtime, messages, calls[number])
             except KeepsightError as error:
                 yield number, error
 

@@ -1,16 +1,18 @@
 """Finds pictures in typed text: dropped, quoted or escaped paths, `~`, `file://`, URLs.
 
-A folder stands for the pictures in it, a PDF for its pages. Other words stay text.
+A folder stands for the pictures in it, a PDF for its pages, `-` for standard input. Other words
+stay text.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from keepsight.errors import InputError
 
@@ -21,7 +23,8 @@ SUFFIXES = {
     ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
     ".heic", ".heif", ".pdf", ".sight",
 }  # fmt: skip
-MOST = 64  # most pictures of one folder or PDF
+Opened: TypeAlias = "tuple[str, str | bytes | Image]"  # a name to show, and a form to ask with
+_MOST = 64  # pictures of one folder or PDF
 _DPI = 150
 _WORD = re.compile(r"'[^']*'|\"[^\"]*\"|(?:\\.|\S)+")
 _AFTER = "?.,;:!)"  # punctuation after a path in a sentence
@@ -33,12 +36,12 @@ def split_pictures(line: str) -> tuple[list[str], str]:
     Paths before the question, and after a finished sentence, are cut out; inside a sentence the
     file name stays.
     """
-    if _is_picture(_path_of(line), alone=True):  # a dropped path with spaces
-        return [_path_of(line)], ""
-    _check_not_a_file(_path_of(line))
-    found: list[str] = []
-    text = ""
-    end = 0
+    whole = _path_of(line)
+    if _is_picture(whole, alone=True):  # a dropped path with spaces
+        return [whole], ""
+    if "\0" not in whole and os.path.isfile(whole):  # else the model would be asked about its name
+        raise InputError(f"{whole} is not a picture that is opened here; nothing was sent")
+    found, text, end = list[str](), "", 0
     for word in _WORD.finditer(line):
         before = text + line[end : word.start()]
         leading = not before.strip()
@@ -60,17 +63,9 @@ def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
         path = _path_of(part)
         if part and _is_picture(path, leading):
             return path, word[len(part) :]
-    path = _path_of(bare)
     if (leading or os.sep in path) and Path(path).suffix.lower() in SUFFIXES:
         raise InputError(f"{path}: there is no such picture; nothing was sent")
     return None, ""
-
-
-def _check_not_a_file(path: str) -> None:
-    """Refuse a dropped file that is no picture: otherwise the model would be asked about its
-    name."""
-    if "\0" not in path and os.path.isfile(path):
-        raise InputError(f"{path} is not a picture that is opened here; nothing was sent")
 
 
 def _is_picture(path: str, alone: bool) -> bool:
@@ -78,12 +73,11 @@ def _is_picture(path: str, alone: bool) -> bool:
     suffix = Path(urllib.parse.urlsplit(path).path if "://" in path else path).suffix.lower()
     if path.startswith(("http://", "https://")):
         return suffix in SUFFIXES and not re.search(r"\s", path)
-    try:
-        if os.path.isdir(path):
-            return alone and os.sep in path
-        return suffix in SUFFIXES and os.path.isfile(path)
-    except ValueError:  # a null character
+    if "\0" in path:
         return False
+    if os.path.isdir(path):
+        return alone and os.sep in path
+    return suffix in SUFFIXES and os.path.isfile(path)
 
 
 def _path_of(word: str) -> str:
@@ -99,27 +93,27 @@ def _path_of(word: str) -> str:
     return os.path.expanduser(word)
 
 
-def open_pictures(name: str) -> list[tuple[str, str | Image]]:
-    """The pictures behind a typed name, in a form for the library, each with a name to show."""
-    return pictures_at(_path_of(name))
+def open_pictures(typed: str) -> list[Opened]:
+    """The pictures behind a typed name."""
+    return pictures_at(_path_of(typed))
 
 
-def pictures_at(path: str) -> list[tuple[str, str | Image]]:
-    """The same for a path on disk."""
+def pictures_at(path: str) -> list[Opened]:
+    """The pictures behind a path on disk or an address."""
+    if path == "-":
+        return [("standard input", sys.stdin.buffer.read())]
     if os.path.isdir(path):
         files = sorted(p for p in Path(path).iterdir() if p.suffix.lower() in SUFFIXES - {".pdf"})
-        _bound(path, len(files))
+        if not files:
+            raise InputError(f"{path}: the folder holds no picture")
+        if len(files) > _MOST:
+            raise InputError(
+                f"{path} holds {len(files)} pictures, at most {_MOST} go into one question"
+            )
         return [(str(file), str(file)) for file in files]
     if path.lower().endswith(".pdf") and os.path.isfile(path):
         from keepsight.encode.documents import draw_pages
 
-        pages = draw_pages(path, _DPI, MOST)
+        pages = draw_pages(path, _DPI, _MOST)
         return [(f"{path}#page={n}", page) for n, page in enumerate(pages, 1)]
     return [(path, path)]
-
-
-def _bound(path: str, count: int) -> None:
-    if not count:
-        raise InputError(f"{path}: the folder holds no picture")
-    if count > MOST:
-        raise InputError(f"{path} holds {count} pictures, at most {MOST} go into one question")
