@@ -326,7 +326,6 @@ def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.Monk
                 answer = http.client.HTTPResponse(connection)
                 answer.begin()
                 assert answer.status == status and json.loads(answer.read())["error"]
-                assert (answer.getheader("connection") != "close") == keeps, headers
                 if keeps:
                     connection.sendall(body[5:] + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                     assert answered(connection)[0] == (503 if status == 503 else 200)
@@ -411,7 +410,7 @@ def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
     connection = server.sending("/v1/chat/completions", body)
     assert b"200" in connection.recv(100)
     connection.close()
-    until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
+    until(lambda: server.service.together.stats()["in_flight"] == 0)
     assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
     assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
 

@@ -23,7 +23,7 @@ def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
         text = "One more line of a long text. " * 200
         before = demo.stats()["engine"]["prefill_tokens"]
         connection = server.sending("/v1/prepare", {"messages": asked(scene(1), text=text)})
-        together = server.service.scheduler.together
+        together = server.service.together
         until(lambda: together.stats()["in_flight"])
         connection.close()
         until(lambda: not together.stats()["in_flight"])
@@ -55,7 +55,8 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
         listener.cancel()
 
     async def listen() -> None:
-        merged: Any = Service.merged(service, [talker], Caller(None), None)
+        visit: Any = SimpleNamespace(who=lambda: Caller(None))
+        merged: Any = Service.merged(service, [talker], visit)
         async with aclosing(merged) as deltas:
             async for _ in deltas:
                 pass

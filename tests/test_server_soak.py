@@ -82,7 +82,7 @@ def soak(server: Live, seconds: float, clients: int) -> None:
         thread.join(seconds + 120)
     assert not wrong, wrong[0]
     deadline = time.monotonic() + 60
-    while server.service.scheduler.together.stats()["in_flight"]:
+    while server.service.together.stats()["in_flight"]:
         assert time.monotonic() < deadline, "a place was not given back"
         time.sleep(0.05)
     assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0

@@ -7,16 +7,15 @@ request share is read once.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.errors import InputError
@@ -28,22 +27,21 @@ from keepsight.server.chat import counts
 from keepsight.server.errors import ApiError, invalid, missing
 from keepsight.server.media import MessageReader
 from keepsight.server.schema import (
-    BY_FORM,
-    PARTS,
-    RECORD,
-    TEXT,
+    Address,
     Body,
     ChatMessage,
-    ImagePart,
     Inner,
     KeepsightOptions,
     Label,
+    MediaPart,
     Name,
     Part,
     RefusalPart,
     Salt,
     Text,
+    TextOr,
     TextPart,
+    ThoughtPart,
     Where,
     kind_of,
 )
@@ -51,7 +49,6 @@ from keepsight.server.schema import (
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-T = TypeVar("T")
 MOST_QUESTIONS = 400  # as in OpenAI's API
 MOST_DOCUMENTS = 1000
 _FIELD = re.compile(r"(state|questions|assets)\b(?:\[[^\]]*\])?")
@@ -78,14 +75,9 @@ class Asset(Inner):
 
 class SystemOneRequest(SharedFields):
     """The body of `/v1/systemone`: questions by name, and images by the placeholders that stand for
-    them in texts."""
+    them in texts. `state` is a text, a record or a list."""
 
-    state: Annotated[
-        Annotated[Text, TEXT]
-        | Annotated[dict[str, object], RECORD]
-        | Annotated[list[object], PARTS],
-        BY_FORM,
-    ]
+    state: object
     questions: Annotated[
         dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
     ]
@@ -95,18 +87,15 @@ class SystemOneRequest(SharedFields):
 # -- OpenAI's Decisions --------------------------------------------------------------------------
 
 
-class InputImage(ImagePart):
-    type: Literal["input_image"]
-    image_url: Where
-
-
 class InputJson(Inner):
     type: Literal["input_json"]
     data: dict[str, object] | list[dict[str, object]]
 
 
-InputPart = Annotated[TextPart | RefusalPart | InputImage | InputJson, Discriminator("type")]
-InputContent = Annotated[Annotated[Text, TEXT] | Annotated[list[InputPart], PARTS], BY_FORM]
+InputPart = Annotated[
+    TextPart | RefusalPart | ThoughtPart | MediaPart | InputJson, Discriminator("type")
+]
+InputContent = TextOr[list[InputPart]]
 
 
 class InputMessage(Inner):
@@ -163,7 +152,7 @@ class Choice(Inner):
 
 
 class ScoreLevel(Inner):
-    label: Annotated[str, Field(min_length=1)]
+    label: Where
     description: Text | None = None
 
 
@@ -177,14 +166,12 @@ class Rating(Inner):
 class DecisionsRequest(SharedFields):
     """The body of `/v1/decisions`."""
 
-    IGNORED = {  # noqa: RUF012 - as in the other bodies
+    IGNORED: ClassVar[dict[str, str]] = {
         "prompt_cache_options": "what was used last is kept; see /v1/prepare",
         "service_tier": "there is one tier",
     }
 
-    input: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[InputItem], Field(min_length=1), PARTS], BY_FORM
-    ]
+    input: TextOr[Annotated[list[InputItem], Field(min_length=1)]]
     questions: Annotated[
         list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
         Field(min_length=1, max_length=MOST_QUESTIONS),
@@ -196,36 +183,25 @@ class DecisionsRequest(SharedFields):
 # -- score and rerank ----------------------------------------------------------------------------
 
 
-class ManyParts(Inner):
-    content: Annotated[list[Part], Field(min_length=1)]
+class Parts(Inner):
+    """A document that is no plain text: parts, or a text in a record."""
+
+    content: Annotated[list[Part], Field(min_length=1)] | None = None
+    text: Text | None = None
 
 
-class PlainText(Inner):
-    text: Text
-
-
-def _kind_of_document(value: object) -> str:
-    if isinstance(value, str):
-        return "as text"
-    parts = isinstance(value, ManyParts) or (isinstance(value, dict) and "content" in value)
-    return "as parts" if parts else "as record"
-
-
-Document = Annotated[
-    Annotated[Text, TEXT] | Annotated[ManyParts, PARTS] | Annotated[PlainText, RECORD],
-    Discriminator(_kind_of_document),
-]
+Document = TextOr[Parts]
 Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
 OneOrMany = Annotated[
-    Annotated[Documents, PARTS] | Annotated[Document, TEXT],
-    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as text"),
+    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as one")],
+    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as one"),
 ]
 
 
 class ScoreRequest(SharedFields):
     """The body of `/v1/score`: two texts, or one against many, or as many against as many."""
 
-    IGNORED = {"user": "nothing is counted by it"}  # noqa: RUF012
+    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
 
     text_1: OneOrMany | None = None
     text_2: OneOrMany | None = None
@@ -237,23 +213,23 @@ class ScoreRequest(SharedFields):
 
     def sides(self) -> tuple[list[Document], list[Document]]:
         pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-        for names in pairs:
-            one, two = (getattr(self, name) for name in names)
-            if one is None and two is None:
-                continue
-            if one is None or two is None:
-                raise missing(names[0] if one is None else names[1])
-            one, two = ([side] if not isinstance(side, list) else side for side in (one, two))
-            if len(one) not in (1, len(two)):
-                raise invalid(names[0], f"{len(one)} of {names[0]} for {len(two)} of {names[1]}")
-            return one * (len(two) if len(one) == 1 else 1), two
-        raise missing("text_1")
+        given = [pair for pair in pairs if any(getattr(self, name) is not None for name in pair)]
+        sides = []
+        for name in given[0] if given else pairs[0]:
+            if (side := getattr(self, name)) is None:
+                raise missing(name)
+            sides.append(side if isinstance(side, list) else [side])
+        one, two = sides
+        if len(one) not in (1, len(two)):
+            name, other = given[0]
+            raise invalid(name, f"{len(one)} of {name} for {len(two)} of {other}")
+        return one * (len(two) if len(one) == 1 else 1), two
 
 
 class RerankRequest(SharedFields):
     """The body of `/v1/rerank`."""
 
-    IGNORED = {"user": "nothing is counted by it"}  # noqa: RUF012
+    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
 
     query: Document
     documents: Documents
@@ -264,10 +240,40 @@ class RerankRequest(SharedFields):
 
 # -- routes --------------------------------------------------------------------------------------
 
+Build = Callable[[MessageReader], list[Record]]  # the requests of System One that a body becomes
+
 
 def routes(service: Service) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["decisions"])
+
+    async def decided(body: SharedFields, visit: Visit, build: Build) -> list[Decisions]:
+        tenant = visit.who().salted(body.cache_salt)
+        asked = await service.threads.wait(lambda: build(service.reader(body, visit)))
+
+        def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
+            try:
+                return service.vlm.decider.decide(asked, None, tenant, run)
+            except InputError as error:
+                if (field := _FIELD.match(str(error))) is None:
+                    raise
+                raise invalid(field[0], str(error)) from error
+
+        found = await service.on_errand(visit, decide)
+        usage, times = found[0].report.usage, found[0].report.milliseconds
+        visit.who().spend(usage.prompt_tokens)
+        visit.answered(usage, Report(milliseconds=times), "stop")
+        return found
+
+    def told(body: SharedFields, report: GroupReport, kind: str = "", **more: object) -> Record:
+        """A response: its model, what it says, and the report on request."""
+        made: Record = {"model": service.model.name}
+        if kind:
+            cached = {"cached_tokens": report.cached_tokens}
+            usage = counts(report.prompt_tokens, 0, prompt_tokens_details=cached)
+            made = {"id": f"{kind}-{uuid.uuid4().hex}", **made, "usage": usage}
+        if body.keepsight is not None and body.keepsight.report:
+            more["keepsight"] = {"report": report.to_dict()}
+        return made | more
 
     @posts(router, "/v1/systemone", SystemOneRequest, "systemone")
     async def systemone(body: SystemOneRequest, visit: Visit) -> object:
@@ -277,16 +283,17 @@ def routes(service: Service) -> APIRouter:
             assets = _assets(reader, body.assets)
             return [{"state": body.state, "questions": body.questions, "assets": assets}]
 
-        (answers,) = await _decided(service, body, visit, build)
+        if not isinstance(body.state, str | dict | list):
+            raise invalid("state", "state: expected a text, a record or a list")
+        (answers,) = await decided(body, visit, build)
         usage = {"input_tokens": answers.usage.prompt_tokens, "output_tokens": 0}
-        made = {"model": service.model.name, "answers": dict(answers), "usage": usage}
-        return made | _reported(body, answers.report)
+        return told(body, answers.report, answers=dict(answers), usage=usage)
 
     @posts(router, "/v1/decisions", DecisionsRequest, "decisions")
     async def decisions(body: DecisionsRequest, visit: Visit) -> object:
         """Predicates, choices and scores about an input, as in OpenAI's API."""
         asked = _Asked(body)
-        (answers,) = await _decided(service, body, visit, asked.build)
+        (answers,) = await decided(body, visit, asked.build)
         total, cached = answers.report.prompt_tokens, answers.report.cached_tokens
         usage = {
             "input_tokens": total,
@@ -295,38 +302,30 @@ def routes(service: Service) -> APIRouter:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": total,
         }
-        made = {"model": service.model.name, "answers": asked.answers(answers), "usage": usage}
-        return made | _reported(body, answers.report)
+        return told(body, answers.report, answers=asked.answers(answers), usage=usage)
 
     @posts(router, "/v1/score", ScoreRequest, "score")
     async def score(body: ScoreRequest, visit: Visit) -> object:
         """How well pairs of texts or pictures fit: the probability of a yes."""
-        build = functools.partial(_pairs, *body.sides(), body.instruction)
-        found = await _decided(service, body, visit, build)
+        found = await decided(body, visit, _pairs(*body.sides(), body.instruction))
         data = [
             {"index": i, "object": "score", "score": one["relevant"]["noul"]}
             for i, one in enumerate(found)
         ]
         more = {"object": "list", "created": int(time.time()), "data": data}
-        return {**_head("score", service, found[0].report), **more} | _reported(
-            body, found[0].report
-        )
+        return told(body, found[0].report, "score", **more)
 
     async def rerank(body: RerankRequest, visit: Visit) -> object:
         """Documents by how well they fit a query, the best first."""
         queries = [body.query] * len(body.documents)
-        build = functools.partial(_pairs, queries, body.documents, body.instruction)
-        found = await _decided(service, body, visit, build)
+        found = await decided(body, visit, _pairs(queries, body.documents, body.instruction))
         results = [
             {"index": i, "relevance_score": one["relevant"]["noul"]}
             | ({} if body.return_documents is False else {"document": _shown(document)})
             for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
         ]
         results.sort(key=lambda one: -one["relevance_score"])
-        more = {"results": results[: body.top_n or None]}
-        return {**_head("rerank", service, found[0].report), **more} | _reported(
-            body, found[0].report
-        )
+        return told(body, found[0].report, "rerank", results=results[: body.top_n or None])
 
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         name, shown = "rerank" + path.replace("/", "_"), path == "/v1/rerank"
@@ -334,79 +333,27 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def _head(kind: str, service: Service, report: GroupReport) -> Record:
-    cached = {"cached_tokens": report.cached_tokens}
-    usage = counts(report.prompt_tokens, 0, prompt_tokens_details=cached)
-    return {"id": f"{kind}-{uuid.uuid4().hex}", "model": service.model.name, "usage": usage}
-
-
-async def _decided(
-    service: Service,
-    body: SharedFields,
-    visit: Visit,
-    build: Callable[[MessageReader], list[Record]],
-) -> list[Decisions]:
-    tenant = visit.who().salted(body.cache_salt)
-    asked = await service.threads.wait(lambda: build(service.reader(body, visit)))
-
-    def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
-        try:
-            return service.vlm.decider.decide(asked, None, tenant, run)
-        except InputError as error:
-            if (field := _FIELD.match(str(error))) is None:
-                raise
-            raise invalid(field[0], str(error)) from error
-
-    found = await on_errand(service, visit, decide)
-    usage, times = found[0].report.usage, found[0].report.milliseconds
-    visit.who().spend(usage.prompt_tokens)
-    visit.answered(usage, Report(milliseconds=times), "stop")
-    return found
-
-
-async def on_errand(
-    service: Service, visit: Visit, work: Callable[[Callable[[Sequence[Answer]], None]], T]
-) -> T:
-    """The result of some work that runs sequences; they end when the client hangs up, or when the
-    time is over."""
-    errand = service.scheduler.together.errand(visit.who().account)
-    try:
-        async with service.time_limit():
-            return await service.threads.wait(lambda: work(errand.run))
-    finally:
-        errand.cancel()
-
-
-def _reported(body: SharedFields, report: GroupReport) -> Record:
-    wanted = body.keepsight is not None and body.keepsight.report
-    return {"keepsight": {"report": report.to_dict()}} if wanted else {}
-
-
 # -- pictures ------------------------------------------------------------------------------------
 
 
 def _assets(reader: MessageReader, given: dict[str, Asset]) -> dict[str, object]:
     """The images of System One by their placeholders; errors name them so."""
+    urls = [f"data:image/{one.format or 'png'};base64,{one.data_base64}" for one in given.values()]
     try:
-        images = _images(reader, [_data_url(asset) for asset in given.values()], "assets")
+        images = _images(reader, urls, "assets")
     except ApiError as problem:
         if (found := _NUMBERED.match(problem.param or "")) is not None:
-            name = f"assets[{list(given)[int(found[1])]!r}]"
-            problem.param = f"{name}.data_base64"
+            problem.param = f"assets[{list(given)[int(found[1])]!r}].data_base64"
             problem.message = problem.message.replace(found[0], problem.param)
         raise
     return dict(zip(given, images, strict=True))
-
-
-def _data_url(asset: Asset) -> str:
-    return f"data:image/{asset.format or 'png'};base64,{asset.data_base64}"
 
 
 def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[object]:
     """Pictures at addresses, within the limits of the server."""
     if not urls:
         return []
-    parts: list[Part] = [ImagePart(type="image_url", image_url=url) for url in urls]
+    parts: list[Part] = [MediaPart(type="image_url", image_url=url) for url in urls]
     message = ChatMessage(role="user", content=parts).called(place, place)
     (read,) = reader.messages([message], "")
     images = [part["image"] for part in read["content"] if part["type"] == "image"]
@@ -418,31 +365,34 @@ def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[obje
 class _Pictures:
     """The pictures of a request, each with a placeholder that occurs in no text of it."""
 
-    def __init__(self, texts: Iterator[str], place: str) -> None:
-        whole, self._mark, self._place = "\0".join(texts), "picture", place
+    def __init__(self, given: object) -> None:
+        whole, self._mark = "\0".join(_strings(given)), "picture"
         while f"<{self._mark}-" in whole:
             self._mark += "'"
         self._names: dict[str, str] = {}  # placeholders, by addresses
 
-    def text(self, content: str | Sequence[InputPart | Part]) -> str:
+    def text(self, content: str | Sequence[InputPart | Part], place: str) -> str:
         """Some content as a text with placeholders; the same address is one picture."""
         if isinstance(content, str):
             return content
         words = []
-        for part in content:
-            if isinstance(part, ImagePart):
-                where = part.image_url or part.image or part.url
-                if where is None:
-                    raise invalid(self._place, "a picture needs its image_url")
-                url = where if isinstance(where, str) else where.url
-                name = f"<{self._mark}-{len(self._names) + 1}>"
-                words.append(self._names.setdefault(url, name))
+        for number, part in enumerate(content):
+            here = f"{place}[{number}]"
+            if isinstance(part, TextPart):
+                words.append(part.text)
+            elif isinstance(part, RefusalPart):
+                words.append(part.refusal)
             elif isinstance(part, InputJson):
                 words.append(json.dumps(part.data, ensure_ascii=False))
-            elif isinstance(part, TextPart | RefusalPart):
-                words.append(part.text if isinstance(part, TextPart) else part.refusal)
+            elif isinstance(part, MediaPart) and "image" in part.type:
+                where = part.image_url or part.image or part.url
+                url = where.url if isinstance(where, Address) else where
+                if url is None:
+                    raise missing(f"{here}.image_url")
+                name = f"<{self._mark}-{len(self._names) + 1}>"
+                words.append(self._names.setdefault(url, name))
             else:
-                raise invalid(self._place, f"parts of the type {part.type!r} cannot be used here")
+                raise invalid(here, f"{here}: parts of the type {part.type!r} cannot be used here")
         return "\n".join(words)
 
     def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
@@ -454,11 +404,13 @@ def _strings(value: object) -> Iterator[str]:
     """Every text in a value."""
     if isinstance(value, str):
         yield value
+    elif isinstance(value, BaseModel):
+        yield from _strings(value.model_dump())
     elif isinstance(value, dict):
         for name, inside in value.items():
             yield str(name)
             yield from _strings(inside)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for inside in value:
             yield from _strings(inside)
 
@@ -467,124 +419,114 @@ class _Asked:
     """A request of OpenAI's Decisions as one of System One, and its answers back."""
 
     def __init__(self, body: DecisionsRequest) -> None:
-        self._body, self._pictures = body, _Pictures(iter(()), "input")
+        self._body = body
         self._names: list[str] = []
         self._options: list[dict[str, str | bool]] = []  # of choices, by the names they have here
 
     def build(self, reader: MessageReader) -> list[Record]:
         """The request, with its pictures read; in a thread."""
         body = self._body
-        texts = _strings(body.model_dump(include={"input", "questions"}))
-        self._pictures = _Pictures(texts, "input")
-        state = self._state()
-        questions = [self._question(one) for one in body.questions]
-        return [
-            {
-                "state": state,
-                "questions": dict(zip(self._names, questions, strict=True)),
-                "assets": self._pictures.assets(reader, "input"),
-            }
-        ]
-
-    def _state(self) -> object:
-        given = self._body.input
-        if isinstance(given, str):
-            return given
-        if len(given) == 1 and isinstance(given[0], InputMessage) and given[0].role == "user":
-            return self._pictures.text(given[0].content)
-        return [self._item(item) for item in given]
-
-    def _item(self, item: InputMessage | InputCall | InputOutput) -> Record:
-        if isinstance(item, InputMessage):
-            return {"role": item.role, "content": self._pictures.text(item.content)}
-        if isinstance(item, InputCall):
-            said = item.arguments if item.arguments is not None else item.input
-            return {"call": item.name, "call_id": item.call_id, "arguments": said}
-        return {"call_id": item.call_id, "output": self._pictures.text(item.output)}
-
-    def _question(self, one: Predicate | Choice | Rating) -> Record:
-        number = len(self._names)
-        name = one.name or f"question {number + 1}"
-        self._names.append(name if name not in self._names else f"{name} ({number + 1})")
-        options: dict[str, str | bool] = {}
-        made: Record = {"instructions": self._pictures.text(one.instructions)}
-        if isinstance(one, Predicate):
-            made["type"] = "noul"
-        elif isinstance(one, Rating):
-            made |= {"type": "score", "criteria": [_described(level) for level in one.levels]}
+        pictures = _Pictures([body.input, body.questions])
+        given, state = body.input, list[object]()
+        for number, item in enumerate(given if not isinstance(given, str) else ()):
+            place = f"input[{number}]"
+            if isinstance(item, InputMessage):
+                content = pictures.text(item.content, f"{place}.content")
+                state.append({"role": item.role, "content": content})
+            elif isinstance(item, InputCall):
+                said = item.arguments if item.arguments is not None else item.input
+                state.append({"call": item.name, "call_id": item.call_id, "arguments": said})
+            else:
+                output = pictures.text(item.output, f"{place}.output")
+                state.append({"call_id": item.call_id, "output": output})
+        alone = state[0] if len(state) == 1 else {}
+        if isinstance(alone, dict) and alone.get("role") == "user":
+            shown: object = alone["content"]
         else:
-            criteria: dict[str, str | None] = {}
-            for place, choice in enumerate(one.choices):
-                value = choice.value
-                if any(value == o and type(value) is type(o) for o in options.values()):
-                    where = f"questions[{number}].choices[{place}].value"
-                    raise invalid(where, f"{where}: {value!r} is given twice")
-                shown = value if isinstance(value, str) else json.dumps(value)
-                shown = shown if shown not in options else f"{shown} ({type(value).__name__})"
-                options[shown], criteria[shown] = value, choice.description
-            made |= {"type": "choice", "criteria": criteria}
+            shown = given if isinstance(given, str) else state
+        questions: Record = {}
+        for number, one in enumerate(body.questions):
+            name = one.name or f"question {number + 1}"
+            self._names.append(name if name not in questions else f"{name} ({number + 1})")
+            questions[self._names[-1]] = self._question(one, f"questions[{number}]", pictures)
+        assets = pictures.assets(reader, "input")
+        return [{"state": shown, "questions": questions, "assets": assets}]
+
+    def _question(
+        self, one: Predicate | Choice | Rating, place: str, pictures: _Pictures
+    ) -> Record:
+        options: dict[str, str | bool] = {}
         self._options.append(options)
-        return made
+        made: Record = {"instructions": pictures.text(one.instructions, f"{place}.instructions")}
+        if isinstance(one, Predicate):
+            return {**made, "type": "noul"}
+        if isinstance(one, Rating):
+            levels = [": ".join(filter(None, (lv.label, lv.description))) for lv in one.levels]
+            return {**made, "type": "score", "criteria": levels}
+        criteria: dict[str, str | None] = {}
+        for number, choice in enumerate(one.choices):
+            value = choice.value
+            if any(value == o and type(value) is type(o) for o in options.values()):
+                where = f"{place}.choices[{number}].value"
+                raise invalid(where, f"{where}: {value!r} is given twice")
+            shown = value if isinstance(value, str) else json.dumps(value)
+            shown = shown if shown not in options else f"{shown} ({type(value).__name__})"
+            options[shown], criteria[shown] = value, choice.description
+        return {**made, "type": "choice", "criteria": criteria}
 
     def answers(self, found: Decisions) -> list[Record]:
         made = []
-        for number, (one, name) in enumerate(zip(self._body.questions, self._names, strict=True)):
+        for one, name, values in zip(self._body.questions, self._names, self._options, strict=True):
             answer = found[name]
-            head: Record = {"type": one.type, "name": one.name}
+            told: Record = {"type": one.type, "name": one.name}
             if isinstance(one, Predicate):
-                made.append({**head, "probability": answer["noul"]})
-                continue
-            chances = answer["probabilities"]
-            head["confidence"] = answer["confidence"]
+                told["probability"] = answer["noul"]
+            else:
+                told["confidence"], chances = answer["confidence"], answer["probabilities"]
             if isinstance(one, Choice):
-                values = self._options[number]
                 each = [{"value": values[n], "probability": p} for n, p in chances.items()]
-                made.append({**head, "choice": values[answer["choice"]], "probabilities": each})
-                continue
-            each = [
-                {"value": i, "label": level.label, "probability": chances[str(i)]}
-                for i, level in enumerate(one.levels)
-            ]
-            made.append({**head, "score": answer["score"], "probabilities": each})
+                told |= {"choice": values[answer["choice"]], "probabilities": each}
+            elif isinstance(one, Rating):
+                each = [
+                    {"value": i, "label": level.label, "probability": chances[str(i)]}
+                    for i, level in enumerate(one.levels)
+                ]
+                told |= {"score": answer["score"], "probabilities": each}
+            made.append(told)
         return made
 
 
-def _described(level: ScoreLevel) -> str:
-    return f"{level.label}: {level.description}" if level.description else level.label
-
-
 def _pairs(
-    queries: Sequence[Document],
-    documents: Sequence[Document],
-    instruction: str | None,
-    reader: MessageReader,
-) -> list[Record]:
+    queries: Sequence[Document], documents: Sequence[Document], instruction: str | None
+) -> Build:
     """One question for each pair. The document stands first: its picture is remembered for the
     next query."""
-    made = []
-    for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
-        texts = [*_strings(_plain(query)), *_strings(_plain(document))]
-        pictures = _Pictures(iter(texts), "documents")
-        state = {"document": _said(document, pictures), "query": _said(query, pictures)}
-        if instruction:
-            state["instruction"] = instruction
-        assets = pictures.assets(reader, f"documents[{number}]")
-        made.append({"state": state, "questions": _RELEVANT, "assets": assets})
-    return made
+
+    def build(reader: MessageReader) -> list[Record]:
+        made = []
+        for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
+            pictures, place = _Pictures([query, document]), f"documents[{number}]"
+            state = {"document": _said(document, pictures, place)}
+            state["query"] = _said(query, pictures, "query")
+            if instruction:
+                state["instruction"] = instruction
+            assets = pictures.assets(reader, place)
+            made.append({"state": state, "questions": _RELEVANT, "assets": assets})
+        return made
+
+    return build
 
 
-def _plain(document: Document) -> object:
-    return document if isinstance(document, str) else document.model_dump()
-
-
-def _said(document: Document, pictures: _Pictures) -> str:
-    if isinstance(document, PlainText):
-        return document.text
-    return pictures.text(document if isinstance(document, str) else document.content)
+def _said(document: Document, pictures: _Pictures, place: str) -> str:
+    if isinstance(document, str):
+        return document
+    if document.content is None and document.text is None:
+        raise missing(f"{place}.text")
+    return pictures.text(document.content or document.text or "", f"{place}.content")
 
 
 def _shown(document: Document) -> Record:
-    if not isinstance(document, ManyParts):
-        return {"text": document if isinstance(document, str) else document.text}
-    texts = [text for part in document.content if (text := getattr(part, "text", None))]
-    return {"text": "\n".join(texts)}
+    if isinstance(document, str):
+        return {"text": document}
+    texts = [part.text for part in document.content or () if isinstance(part, TextPart)]
+    return {"text": "\n".join(texts) if document.content else document.text}

@@ -126,8 +126,10 @@ class OutputParser:
             yield OutputPiece(self._in, text)
 
 
-def arguments_of(text: str) -> object:
+def arguments_of(text: str | Record) -> object:
     """The arguments of a call as templates want them: a record, if possible."""
+    if isinstance(text, dict):
+        return text
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):

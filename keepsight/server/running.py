@@ -112,9 +112,7 @@ class Server(uvicorn.Server):
     async def _close_soon(self) -> None:
         if not await self._done_within(self._drain):
             # What still runs ends with an error that its client can read.
-            ending = asyncio.create_task(
-                asyncio.to_thread(self._service.scheduler.together.close, 0.0)
-            )
+            ending = asyncio.create_task(asyncio.to_thread(self._service.together.close, 0.0))
             await self._done_within(_LAST_WORDS)
             ending.cancel()
         self.should_exit = True
