@@ -65,16 +65,6 @@ _OWN = (".localhost", ".local", ".internal", ".home.arpa")  # not on the public 
 # -- who asks --------------------------------------------------------------------------------------
 
 
-def network_of(host: str) -> str:
-    """Network that one client may control: an IPv4 address itself, the /64 of an IPv6 address."""
-    address = _address(host)
-    if not isinstance(address, ipaddress.IPv6Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
-
-
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(text)
@@ -85,7 +75,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _account_of(scope: Scope) -> str:
     """The account of a client known only by its address, told by a trusted proxy or the
     connection."""
-    return f"from {network_of(str((scope.get('client') or ('',))[0]))}"
+    return f"from {(scope.get('client') or ('',))[0]}"
 
 
 @dataclass

@@ -18,6 +18,7 @@ from fastapi import APIRouter
 from keepsight.kinds import Record
 from keepsight.server.access import Visit, posts
 from keepsight.server.parser import OutputPiece
+from keepsight.server.sampling import ScoredToken
 from keepsight.server.schema import ChatRequest, StreamOptions
 from keepsight.server.served_model import ServedModel
 from keepsight.server.streaming import (
@@ -27,7 +28,6 @@ from keepsight.server.streaming import (
     Delta,
     Event,
     EventStream,
-    ScoredToken,
     cached_of,
     images_of,
     measured_of,
@@ -185,9 +185,9 @@ def _logprobs(scored: list[Record]) -> Record | None:
 def scored_of(scored: ScoredToken, model: ServedModel) -> Record:
     """A token with its log probability and those of its alternatives."""
     rows = []
-    for likely in (scored[0], *scored[1]):
-        text, data = model.token_text(likely.token)
-        rows.append({"token": text, "logprob": likely.logprob, "bytes": data})
+    for token, logprob in scored:
+        text, data = model.token_text(token)
+        rows.append({"token": text, "logprob": logprob, "bytes": data})
     return {**rows[0], "top_logprobs": rows[1:]}
 
 

@@ -239,8 +239,8 @@ class _Completions:
             text += "".join(piece.text for piece in seq.pieces)
             reason = seq.pieces[-1].finish_reason or "stop"
             for token in seq.generated if recorder is not None else ():
-                own, likeliest = recorder.take(token)  # type: ignore[union-attr]
-                chances.append((token, own.logprob, {one.token: one.logprob for one in likeliest}))
+                own, *likeliest = recorder.take(token)  # type: ignore[union-attr]
+                chances.append((*own, dict(likeliest)))
         logprobs = self._logprobs(chances) if body.logprobs is not None else None
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.errors import InputError
@@ -363,12 +364,10 @@ def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[obje
 
 
 class _Pictures:
-    """The pictures of a request, each with a placeholder that occurs in no text of it."""
+    """The pictures of a request, each with a placeholder that nobody can guess."""
 
-    def __init__(self, given: object) -> None:
-        whole, self._mark = "\0".join(_strings(given)), "picture"
-        while f"<{self._mark}-" in whole:
-            self._mark += "'"
+    def __init__(self) -> None:
+        self._mark = secrets.token_hex(8)
         self._names: dict[str, str] = {}  # placeholders, by addresses
 
     def text(self, content: str | Sequence[InputPart | Part], place: str) -> str:
@@ -389,7 +388,7 @@ class _Pictures:
                 url = where.url if isinstance(where, Address) else where
                 if url is None:
                     raise missing(f"{here}.image_url")
-                name = f"<{self._mark}-{len(self._names) + 1}>"
+                name = f"<{self._mark}-{len(self._names)}>"
                 words.append(self._names.setdefault(url, name))
             else:
                 raise invalid(here, f"{here}: parts of the type {part.type!r} cannot be used here")
@@ -398,21 +397,6 @@ class _Pictures:
     def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
         images = _images(reader, [*self._names], place)
         return dict(zip(self._names.values(), images, strict=True))
-
-
-def _strings(value: object) -> Iterator[str]:
-    """Every text in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, BaseModel):
-        yield from _strings(value.model_dump())
-    elif isinstance(value, dict):
-        for name, inside in value.items():
-            yield str(name)
-            yield from _strings(inside)
-    elif isinstance(value, list | tuple):
-        for inside in value:
-            yield from _strings(inside)
 
 
 class _Asked:
@@ -426,7 +410,7 @@ class _Asked:
     def build(self, reader: MessageReader) -> list[Record]:
         """The request, with its pictures read; in a thread."""
         body = self._body
-        pictures = _Pictures([body.input, body.questions])
+        pictures = _Pictures()
         given, state = body.input, list[object]()
         for number, item in enumerate(given if not isinstance(given, str) else ()):
             place = f"input[{number}]"
@@ -505,7 +489,7 @@ def _pairs(
     def build(reader: MessageReader) -> list[Record]:
         made = []
         for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
-            pictures, place = _Pictures([query, document]), f"documents[{number}]"
+            pictures, place = _Pictures(), f"documents[{number}]"
             state = {"document": _said(document, pictures, place)}
             state["query"] = _said(query, pictures, "query")
             if instruction:

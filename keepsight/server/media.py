@@ -34,7 +34,7 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
-from keepsight.server.parser import arguments_of
+from keepsight.server.parser import loaded
 from keepsight.server.schema import (
     Address,
     ChatMessage,
@@ -43,6 +43,7 @@ from keepsight.server.schema import (
     RefusalPart,
     TextPart,
     ThoughtPart,
+    ToolCall,
     Unused,
     is_empty,
 )
@@ -276,7 +277,6 @@ _INSIDE = {
     "input_audio": ("data",),
 }
 _BASE64 = ("base64", "data", "source", "file_data", "image_embeds")  # if it is no address
-_SIZES = ("detail", "min_pixels", "max_pixels", "mm_processor_kwargs")
 _ALONE = (
     "a tensor alone has no identity; send the bytes of a .sight file as base64 or a data URI, or "
     "the id of an uploaded one: it holds features, grid and identity"
@@ -329,7 +329,6 @@ class MessageReader:
             raise invalid("messages", what)
         if "tool_calls" not in template and any(message.tool_calls for message in messages):
             raise refused("messages", "the chat template of this model has no place for tool_calls")
-        self._check_number(messages)
         names = _NAME.search(template) is not None
         made = RenderedMessages(
             self._message(m, names, *m.places(i)) for i, m in enumerate(messages)
@@ -337,24 +336,11 @@ class MessageReader:
         made.large = self._pixels >= LARGE_PICTURES or characters(made) > LARGE_TEXT
         return made
 
-    def _check_number(self, messages: list[ChatMessage]) -> None:
-        """Count pictures before any is read: each medium shows at least one."""
-        left = self.config.max_images
-        for number, message in enumerate(messages):
-            place, content = message.places(number)
-            for spot, part in enumerate(
-                message.content if isinstance(message.content, list) else ()
-            ):
-                left -= isinstance(part, MediaPart)
-                if left < 0:
-                    raise self._too_many(f"{content}[{spot}]")
-            left -= len(message.images or ()) if message.role == "user" else 0
-            if left < 0:
-                raise self._too_many(f"{place}.images")
-
-    def _too_many(self, place: str) -> ApiError:
-        what = f"more than {self.config.max_images} images in one request"
-        return ApiError(400, what, param=place, code="too_many_images")
+    def _count(self, number: int, place: str) -> None:
+        self._images += number
+        if self._images > self.config.max_images:
+            what = f"more than {self.config.max_images} images in one request"
+            raise ApiError(400, what, param=place, code="too_many_images")
 
     def _message(self, message: ChatMessage, names: bool, place: str, content: str) -> Record:
         role = "system" if message.role == "developer" else message.role
@@ -374,17 +360,7 @@ class MessageReader:
         more["reasoning_content"] = _thought_of(message)
         made |= {name: value for name, value in more.items() if value is not None}
         if message.tool_calls:
-            made["tool_calls"] = [
-                {
-                    **({} if call.id is None else {"id": call.id}),
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": arguments_of(call.function.arguments),
-                    },
-                }
-                for call in message.tool_calls
-            ]
+            made["tool_calls"] = list(map(_called, message.tool_calls))
         return made
 
     def _beside(self, images: list[object], place: str) -> list[Record]:
@@ -436,27 +412,29 @@ class MessageReader:
         if not isinstance(given, str) or not given:
             raise refused(inside, _ALONE)
         if part.type == "input_audio":
+            self._count(1, place)
             data = _decoded(given, place)
             check_sound(data, self.config.clip_bytes)
             return [{"type": "audio", "audio": data}]
         data = self._data(given, name, inside)
         if _HOLDERS.get(part.type) is _VIDEO:
-            return [self._video(data)]
+            return self._video(data, place)
         found = self._pictures(data, detail, part, place)
         if part.type == "image_embeds" and not isinstance(found[0].get("image"), Package):
             raise refused(inside, _ALONE)
         return found
 
-    def _video(self, data: bytes) -> Record:
+    def _video(self, data: bytes, place: str) -> list[Record]:
+        self._count(1, place)
         check_video(data, self.config.clip_bytes)
-        return {"type": "video", "video": data}
+        return [{"type": "video", "video": data}]
 
     def _pictures(
         self, data: bytes, detail: str | None, part: MediaPart | None, place: str
     ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, depending on the bytes."""
         if not is_pdf(data) and is_video(data):
-            return [self._video(data)]
+            return self._video(data, place)
         least, most = part.limits() if part is not None else (None, None)
         caps = [self.limits[1], most, _LOW if detail == "low" else None]
         most = min((cap for cap in caps if cap is not None), default=None)
@@ -470,15 +448,10 @@ class MessageReader:
             self._pixels += LARGE_PICTURES  # drawing is slow for any PDF
         elif is_package(data):
             found = [_package_in(data, place)]
-            for name in _SIZES:
-                if getattr(part, name, None) is not None:
-                    self.unused.add(f"{place}.{name}", "features are as they were made")
         else:
             found = [_picture(data, shown, self.config.max_image_pixels)]
             self._pixels += math.prod(size_of(data, "it"))
-        self._images += len(found)
-        if self._images > self.config.max_images:
-            raise self._too_many(place)
+        self._count(len(found), place)
         return [{"type": "image", "image": image} for image in found]
 
     # -- addresses -------------------------------------------------------------------------------
@@ -550,6 +523,18 @@ def _thought_of(message: ChatMessage) -> str | None:
     parts = message.content if isinstance(message.content, list) else ()
     thoughts = [part for part in parts if isinstance(part, ThoughtPart)]
     return "".join(part.thinking or part.text or "" for part in thoughts) or None
+
+
+def _called(call: ToolCall) -> Record:
+    """A call as templates want it: its arguments as a record, if possible."""
+    given = call.function.arguments
+    read = loaded(given) if isinstance(given, str) else given
+    function = {"name": call.function.name, "arguments": read if isinstance(read, dict) else given}
+    return {
+        **({} if call.id is None else {"id": call.id}),
+        "type": "function",
+        "function": function,
+    }
 
 
 def _text(text: str) -> Record:

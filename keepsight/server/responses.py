@@ -6,6 +6,7 @@ response's id; `ResponseStore` resolves ids. A request becomes one of the chat A
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -202,7 +203,6 @@ class StoredResponse:
     previous: str | None
     asked: bytes  # the items of the request as JSON
     response: bytes  # the response as its client got it, as JSON
-    item_ids: tuple[str, ...]
     expires: float
 
     @property
@@ -231,7 +231,6 @@ class ResponseStore:
         self._held: Counter[str] = Counter()  # bytes by key
         # By key, then by (tenant, id); the least recently used first.
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
-        self._items: dict[tuple[str, str], StoredResponse] = {}  # by (tenant, item)
         self._lock = threading.Lock()
 
     def put(self, owner: str, whose: str, asked: Sequence[Item], response: Record) -> bool:
@@ -243,7 +242,6 @@ class ResponseStore:
             response["previous_response_id"],
             _json([item.model_dump(mode="json", exclude_none=True) for item in asked]),
             _json(response),
-            tuple(item["id"] for item in response["output"]),
             self._clock() + self._ttl,
         )
         if new.nbytes > self.share:
@@ -252,7 +250,6 @@ class ResponseStore:
             own = self._stored.setdefault(owner, OrderedDict())
             own[whose, new.id] = new
             self._held[owner] += new.nbytes
-            self._items |= dict.fromkeys(((whose, item) for item in new.item_ids), new)
             while self._held[owner] > self.share or len(own) > self._most:
                 self._drop(next(iter(own.values())))
         return True
@@ -260,8 +257,6 @@ class ResponseStore:
     def _drop(self, stored: StoredResponse) -> None:
         if self._stored[stored.owner].pop((stored.whose, stored.id), None) is not None:
             self._held[stored.owner] -= stored.nbytes
-            for item in stored.item_ids:
-                self._items.pop((stored.whose, item), None)
 
     def _drop_where(self, gone: Callable[[StoredResponse], bool]) -> None:
         with self._lock:
@@ -327,16 +322,16 @@ class ResponseStore:
         outputs: dict[str, dict[str, Record]] = {}  # each response is read once
         for item, place in _items_of(body):
             if isinstance(item, Reference):
-                with self._lock:
-                    there = self._items.get((whose, item.id))
-                if there is None or there.expires <= self._clock():
+                with contextlib.suppress(ApiError):  # an item's id has that of its response
+                    meant = f"resp_{item.id.partition('_')[2].partition('_')[0]}"
+                    if meant not in outputs:
+                        output = self.get(owner, whose, meant).output()
+                        outputs[meant] = {one["id"]: one for one in output}
+                found = outputs.get(meant, {}).get(item.id)
+                if found is None:
                     raise _unknown("item", item.id, f"{place}.id")
-                if there.id not in outputs:
-                    self.get(there.owner, whose, there.id)  # used now
-                    outputs[there.id] = {one["id"]: one for one in there.output()}
-                meant = outputs[there.id][item.id]
-                take(len(_json(meant)), f"{place}.id")
-                item = _ITEM.validate_python(meant)
+                take(len(_json(found)), f"{place}.id")
+                item = _ITEM.validate_python(found)
             made.append((item, place))
         return made
 
@@ -512,7 +507,8 @@ class _Writer:
 
     def _item(self, kind: str, prefix: str, **fields: object) -> Record:
         """Begin an item; the event that says so."""
-        made = {"type": kind, "id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"}
+        made = {"type": kind, "status": "in_progress"}
+        made["id"] = f"{prefix}_{self._id[5:]}_{len(self._output)}"
         self._output.append(made | fields)
         return self._outside("output_item.added", item=dict(self._output[-1]))
 

@@ -22,12 +22,11 @@ from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.server.access import Visit
 from keepsight.server.parser import OutputParser, OutputPiece
-from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
+from keepsight.server.sampling import Recorder, Sampling, ScoredToken
 from keepsight.server.schema import KeepsightOptions
 from keepsight.server.served_model import ServedModel
 
 Arrived = asyncio.Queue[tuple[int, Piece | Ticket]]  # by the numbers of choices
-ScoredToken = tuple[TokenLogprob, list[TokenLogprob]]  # of the answer, and the likeliest ones
 Event = tuple[str | None, Record | str]  # name of the event, if any, and its data
 STREAMED: dict[int | str, Record] = {
     200: {
