@@ -11,7 +11,7 @@ import pytest
 from server_harness import QUESTION, TEMPLATE, Live, Scripted, asked, live, png, scene, until, uri
 
 import keepsight as ks
-from keepsight.server.media import ImageSizes, MessageReader
+from keepsight.server.media import MessageReader
 from keepsight.server.schema import ChatRequest, Unused
 from keepsight.server.served_model import wishes
 
@@ -201,12 +201,6 @@ def test_sizes_of_one_picture_are_the_processors_own(server: Live, demo_parts: A
     ):
         assert shown(server, where, **said)["images_encoded"] == 0
         assert shown(server, {**where, **said})["prompt_tokens"] == tokens[1]
-
-
-def test_limits_that_a_processor_does_not_know_are_named() -> None:
-    unused = Unused()
-    assert ImageSizes(None, {}).shown(5000, 9000, "x", unused).most == 9000
-    assert unused.names() == ["x.min_pixels"]
 
 
 # -- thoughts ----------------------------------------------------------------------------------
