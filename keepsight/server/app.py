@@ -32,18 +32,11 @@ _TEXT, _OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 _PARTS = {"message": _TEXT, "type": _TEXT, "param": _OR_NULL, "code": _OR_NULL}
 _INNER = {"type": "object", "required": [*_PARTS], "properties": _PARTS}
 _ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNER}}
-_REFUSALS: dict[int | str, Record] = {
-    code: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
-    for code, text in {
-        400: "Something in the request cannot be used.",
-        401: "No key, or an unknown one.",
-        403: "This key may not do that.",
-        404: "Not found, for this key.",
-        408: "The body took too long.",
-        413: "Too large.",
-        429: "Too many requests; see Retry-After.",
-        503: "The server is shutting down or has no room.",
-    }.items()
+_REFUSED: dict[int | str, Record] = {
+    "default": {
+        "description": "A refusal; with 429 and 503, Retry-After says when to come again.",
+        "content": {"application/json": {"schema": _ERROR}},
+    }
 }
 _CLOSING: dict[int | str, Record] = {
     503: {"description": "The server is shutting down.", "content": {"application/json": {}}}
@@ -65,7 +58,7 @@ def build(service: Service) -> ASGIApp:
         room.routes(service) for room in (chat, responses, completions, decisions, files, cache)
     ]
     for router in routers:
-        app.include_router(router, responses=_REFUSALS)
+        app.include_router(router, responses=_REFUSED)
     app.include_router(site.routes(demo=service.model.name in DEMOS))
     _plain_routes(app, service)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
@@ -126,7 +119,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         tags=["server"],
         operation_id="metrics",
         response_class=PlainTextResponse,
-        responses=_REFUSALS,
+        responses=_REFUSED,
     )
     async def metrics(request: Request) -> Response:
         """Counters and times for Prometheus; with API keys, for an administrator only."""
@@ -134,12 +127,12 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(403, "metrics cover all keys: they need an administrator's key")
         return Response(await service.threads.wait(service.metrics.text), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
+    @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSED)
     async def models() -> Record:
         """The list of models: the one that is served."""
         return {"object": "list", "data": [service.model.as_json()]}
 
-    @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
+    @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSED)
     async def model(name: str) -> Record:
         """The model by its name."""
         service.model.check_name(name)

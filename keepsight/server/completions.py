@@ -10,11 +10,10 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from fastapi import APIRouter
-from pydantic import Field
 
 from keepsight.core.call import Call
 from keepsight.core.order import Order
@@ -30,51 +29,16 @@ from keepsight.server.chat import counts
 from keepsight.server.errors import invalid
 from keepsight.server.forms import text_form
 from keepsight.server.sampling import Recorder, Sampling, sampling
-from keepsight.server.schema import AnswerOptions, Body, ChatMessage, Rendering, Text, Tokens
+from keepsight.server.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from keepsight.system.words import check_text
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-MOST_PROMPTS = 1024
 _USUAL = 16  # tokens, if a request does not say, as in OpenAI's API
 
 # The tokens of a stretch, their log-probabilities, and the likeliest ones at each place.
 Chances = list[tuple[int, float | None, dict[int, float]]]
-
-
-class CompletionRequest(AnswerOptions):
-    """The body of `/v1/completions`: one prompt or many, as texts or token ids."""
-
-    IGNORED: ClassVar[dict[str, str]] = {"metadata": "answers are not stored"}
-    REFUSED: ClassVar[dict[str, str]] = {
-        "best_of": "of several answers all are given",
-        "suffix": "answers only go on behind a prompt",
-        "n": "one answer is given to each prompt; send the prompt several times",
-        "prompt_logprobs": "send echo and logprobs",
-        "response_format": "send structured_outputs, or a field such as guided_json",
-    }
-
-    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=MOST_PROMPTS)]
-    max_tokens: Tokens | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_special_tokens: bool | None = None
-
-
-class TokenizeRequest(Rendering):
-    """The body of `/tokenize`: a text, or messages as `/v1/chat/completions` takes them."""
-
-    messages: list[ChatMessage] | None = None  # type: ignore[assignment]
-    prompt: Text | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
 
 
 def routes(service: Service) -> APIRouter:

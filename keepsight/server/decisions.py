@@ -13,230 +13,27 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, Tag
 
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.questions.decide import Decisions
 from keepsight.report import GroupReport, Report
+from keepsight.server import schema
 from keepsight.server.access import Visit, posts
 from keepsight.server.chat import counts
 from keepsight.server.errors import ApiError, invalid, missing
 from keepsight.server.media import MessageReader
-from keepsight.server.schema import (
-    Address,
-    Body,
-    ChatMessage,
-    Inner,
-    KeepsightOptions,
-    Label,
-    MediaPart,
-    Name,
-    Part,
-    RefusalPart,
-    Salt,
-    Text,
-    TextOr,
-    TextPart,
-    ThoughtPart,
-    Where,
-    kind_of,
-)
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-MOST_QUESTIONS = 400  # as in OpenAI's API
-MOST_DOCUMENTS = 1000
 _FIELD = re.compile(r"(state|questions|assets)\b(?:\[[^\]]*\])?")
 _NUMBERED = re.compile(r"assets\[(\d+)\](\.image_url)?")
 _RELEVANT = {"relevant": {"type": "noul", "instructions": "Is the document relevant to the query?"}}
-
-
-class SharedFields(Body):
-    """Fields of all these bodies."""
-
-    model: Name | None = None  # left out: the one that is served
-    cache_salt: Salt | None = None
-    keepsight: KeepsightOptions | None = None
-
-
-# -- System One ----------------------------------------------------------------------------------
-
-
-class Asset(Inner):
-    type: Literal["image"] = "image"
-    format: Label | None = None
-    data_base64: Where
-
-
-class SystemOneRequest(SharedFields):
-    """The body of `/v1/systemone`: questions by name, and images by the placeholders that stand for
-    them in texts. `state` is a text, a record or a list."""
-
-    state: object
-    questions: Annotated[
-        dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
-    ]
-    assets: dict[str, Asset] = Field(default_factory=dict)
-
-
-# -- OpenAI's Decisions --------------------------------------------------------------------------
-
-
-class InputJson(Inner):
-    type: Literal["input_json"]
-    data: dict[str, object] | list[dict[str, object]]
-
-
-InputPart = Annotated[
-    TextPart | RefusalPart | ThoughtPart | MediaPart | InputJson, Discriminator("type")
-]
-InputContent = TextOr[list[InputPart]]
-
-
-class InputMessage(Inner):
-    type: Literal["message"] = "message"
-    role: Literal["user", "developer", "system", "assistant"]
-    content: InputContent
-
-
-class InputCall(Inner):
-    type: Literal["function_call", "custom_tool_call"]
-    call_id: Name
-    name: Name
-    arguments: Text | None = None
-    input: Text | None = None
-
-
-class InputOutput(Inner):
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Name
-    output: InputContent
-
-
-def _item(value: object) -> str:
-    kind = kind_of(value, "message")
-    if kind in ("function_call", "custom_tool_call"):
-        return "as call"
-    return "as output" if str(kind).endswith("_output") else "as message"
-
-
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("as message")]
-    | Annotated[InputCall, Tag("as call")]
-    | Annotated[InputOutput, Tag("as output")],
-    Discriminator(_item),
-]
-
-
-class Predicate(Inner):
-    type: Literal["predicate"]
-    name: Name | None = None
-    instructions: InputContent
-
-
-class ChoiceOption(Inner):
-    value: str | bool
-    description: Text | None = None
-
-
-class Choice(Inner):
-    type: Literal["choice"]
-    name: Name | None = None
-    instructions: InputContent
-    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
-
-
-class ScoreLevel(Inner):
-    label: Where
-    description: Text | None = None
-
-
-class Rating(Inner):
-    type: Literal["score"]
-    name: Name | None = None
-    instructions: InputContent
-    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=255)]
-
-
-class DecisionsRequest(SharedFields):
-    """The body of `/v1/decisions`."""
-
-    IGNORED: ClassVar[dict[str, str]] = {
-        "prompt_cache_options": "what was used last is kept; see /v1/prepare",
-        "service_tier": "there is one tier",
-    }
-
-    input: TextOr[Annotated[list[InputItem], Field(min_length=1)]]
-    questions: Annotated[
-        list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
-        Field(min_length=1, max_length=MOST_QUESTIONS),
-    ]
-    prompt_cache_key: Label | None = None
-    safety_identifier: Label | None = None
-
-
-# -- score and rerank ----------------------------------------------------------------------------
-
-
-class Parts(Inner):
-    """A document that is no plain text: parts, or a text in a record."""
-
-    content: Annotated[list[Part], Field(min_length=1)] | None = None
-    text: Text | None = None
-
-
-Document = TextOr[Parts]
-Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
-OneOrMany = Annotated[
-    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as one")],
-    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as one"),
-]
-
-
-class ScoreRequest(SharedFields):
-    """The body of `/v1/score`: two texts, or one against many, or as many against as many."""
-
-    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
-
-    text_1: OneOrMany | None = None
-    text_2: OneOrMany | None = None
-    queries: OneOrMany | None = None
-    documents: OneOrMany | None = None
-    data_1: OneOrMany | None = None
-    data_2: OneOrMany | None = None
-    instruction: Text | None = None
-
-    def sides(self) -> tuple[list[Document], list[Document]]:
-        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
-        given = [pair for pair in pairs if any(getattr(self, name) is not None for name in pair)]
-        sides = []
-        for name in given[0] if given else pairs[0]:
-            if (side := getattr(self, name)) is None:
-                raise missing(name)
-            sides.append(side if isinstance(side, list) else [side])
-        one, two = sides
-        if len(one) not in (1, len(two)):
-            name, other = given[0]
-            raise invalid(name, f"{len(one)} of {name} for {len(two)} of {other}")
-        return one * (len(two) if len(one) == 1 else 1), two
-
-
-class RerankRequest(SharedFields):
-    """The body of `/v1/rerank`."""
-
-    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
-
-    query: Document
-    documents: Documents
-    top_n: Annotated[int, Field(ge=0)] | None = None
-    return_documents: bool | None = None
-    instruction: Text | None = None
 
 
 # -- routes --------------------------------------------------------------------------------------
@@ -247,7 +44,7 @@ Build = Callable[[MessageReader], list[Record]]  # the requests of System One th
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["decisions"])
 
-    async def decided(body: SharedFields, visit: Visit, build: Build) -> list[Decisions]:
+    async def decided(body: schema.SharedFields, visit: Visit, build: Build) -> list[Decisions]:
         tenant = visit.who().salted(body.cache_salt)
         asked = await service.threads.wait(lambda: build(service.reader(body, visit)))
 
@@ -265,7 +62,9 @@ def routes(service: Service) -> APIRouter:
         visit.answered(usage, Report(milliseconds=times), "stop")
         return found
 
-    def told(body: SharedFields, report: GroupReport, kind: str = "", **more: object) -> Record:
+    def told(
+        body: schema.SharedFields, report: GroupReport, kind: str = "", **more: object
+    ) -> Record:
         """A response: its model, what it says, and the report on request."""
         made: Record = {"model": service.model.name}
         if kind:
@@ -276,8 +75,8 @@ def routes(service: Service) -> APIRouter:
             more["keepsight"] = {"report": report.to_dict()}
         return made | more
 
-    @posts(router, "/v1/systemone", SystemOneRequest, "systemone")
-    async def systemone(body: SystemOneRequest, visit: Visit) -> object:
+    @posts(router, "/v1/systemone", schema.SystemOneRequest, "systemone")
+    async def systemone(body: schema.SystemOneRequest, visit: Visit) -> object:
         """Typed questions (`noul`, `choice`, `score`) about a state, as in Transformers."""
 
         def build(reader: MessageReader) -> list[Record]:
@@ -290,8 +89,8 @@ def routes(service: Service) -> APIRouter:
         usage = {"input_tokens": answers.usage.prompt_tokens, "output_tokens": 0}
         return told(body, answers.report, answers=dict(answers), usage=usage)
 
-    @posts(router, "/v1/decisions", DecisionsRequest, "decisions")
-    async def decisions(body: DecisionsRequest, visit: Visit) -> object:
+    @posts(router, "/v1/decisions", schema.DecisionsRequest, "decisions")
+    async def decisions(body: schema.DecisionsRequest, visit: Visit) -> object:
         """Predicates, choices and scores about an input, as in OpenAI's API."""
         asked = _Asked(body)
         (answers,) = await decided(body, visit, asked.build)
@@ -305,8 +104,8 @@ def routes(service: Service) -> APIRouter:
         }
         return told(body, answers.report, answers=asked.answers(answers), usage=usage)
 
-    @posts(router, "/v1/score", ScoreRequest, "score")
-    async def score(body: ScoreRequest, visit: Visit) -> object:
+    @posts(router, "/v1/score", schema.ScoreRequest, "score")
+    async def score(body: schema.ScoreRequest, visit: Visit) -> object:
         """How well pairs of texts or pictures fit: the probability of a yes."""
         found = await decided(body, visit, _pairs(*body.sides(), body.instruction))
         data = [
@@ -316,7 +115,7 @@ def routes(service: Service) -> APIRouter:
         more = {"object": "list", "created": int(time.time()), "data": data}
         return told(body, found[0].report, "score", **more)
 
-    async def rerank(body: RerankRequest, visit: Visit) -> object:
+    async def rerank(body: schema.RerankRequest, visit: Visit) -> object:
         """Documents by how well they fit a query, the best first."""
         queries = [body.query] * len(body.documents)
         found = await decided(body, visit, _pairs(queries, body.documents, body.instruction))
@@ -330,14 +129,14 @@ def routes(service: Service) -> APIRouter:
 
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         name, shown = "rerank" + path.replace("/", "_"), path == "/v1/rerank"
-        posts(router, path, RerankRequest, name, include_in_schema=shown)(rerank)
+        posts(router, path, schema.RerankRequest, name, include_in_schema=shown)(rerank)
     return router
 
 
 # -- pictures ------------------------------------------------------------------------------------
 
 
-def _assets(reader: MessageReader, given: dict[str, Asset]) -> dict[str, object]:
+def _assets(reader: MessageReader, given: dict[str, schema.Asset]) -> dict[str, object]:
     """The images of System One by their placeholders; errors name them so."""
     urls = [f"data:image/{one.format or 'png'};base64,{one.data_base64}" for one in given.values()]
     try:
@@ -354,8 +153,8 @@ def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[obje
     """Pictures at addresses, within the limits of the server."""
     if not urls:
         return []
-    parts: list[Part] = [MediaPart(type="image_url", image_url=url) for url in urls]
-    message = ChatMessage(role="user", content=parts).called(place, place)
+    parts: list[schema.Part] = [schema.MediaPart(type="image_url", image_url=url) for url in urls]
+    message = schema.ChatMessage(role="user", content=parts).called(place, place)
     (read,) = reader.messages([message], "")
     images = [part["image"] for part in read["content"] if part["type"] == "image"]
     if len(images) != len(urls):
@@ -370,22 +169,22 @@ class _Pictures:
         self._mark = secrets.token_hex(8)
         self._names: dict[str, str] = {}  # placeholders, by addresses
 
-    def text(self, content: str | Sequence[InputPart | Part], place: str) -> str:
+    def text(self, content: str | Sequence[schema.Part], place: str) -> str:
         """Some content as a text with placeholders; the same address is one picture."""
         if isinstance(content, str):
             return content
         words = []
         for number, part in enumerate(content):
             here = f"{place}[{number}]"
-            if isinstance(part, TextPart):
+            if isinstance(part, schema.TextPart):
                 words.append(part.text)
-            elif isinstance(part, RefusalPart):
+            elif isinstance(part, schema.RefusalPart):
                 words.append(part.refusal)
-            elif isinstance(part, InputJson):
+            elif isinstance(part, schema.JsonPart):
                 words.append(json.dumps(part.data, ensure_ascii=False))
-            elif isinstance(part, MediaPart) and "image" in part.type:
+            elif isinstance(part, schema.MediaPart) and "image" in part.type:
                 where = part.image_url or part.image or part.url
-                url = where.url if isinstance(where, Address) else where
+                url = where.url if isinstance(where, schema.Address) else where
                 if url is None:
                     raise missing(f"{here}.image_url")
                 name = f"<{self._mark}-{len(self._names)}>"
@@ -402,7 +201,7 @@ class _Pictures:
 class _Asked:
     """A request of OpenAI's Decisions as one of System One, and its answers back."""
 
-    def __init__(self, body: DecisionsRequest) -> None:
+    def __init__(self, body: schema.DecisionsRequest) -> None:
         self._body = body
         self._names: list[str] = []
         self._options: list[dict[str, str | bool]] = []  # of choices, by the names they have here
@@ -414,10 +213,10 @@ class _Asked:
         given, state = body.input, list[object]()
         for number, item in enumerate(given if not isinstance(given, str) else ()):
             place = f"input[{number}]"
-            if isinstance(item, InputMessage):
+            if isinstance(item, schema.MessageItem):
                 content = pictures.text(item.content, f"{place}.content")
                 state.append({"role": item.role, "content": content})
-            elif isinstance(item, InputCall):
+            elif isinstance(item, schema.InputCall):
                 said = item.arguments if item.arguments is not None else item.input
                 state.append({"call": item.name, "call_id": item.call_id, "arguments": said})
             else:
@@ -437,14 +236,14 @@ class _Asked:
         return [{"state": shown, "questions": questions, "assets": assets}]
 
     def _question(
-        self, one: Predicate | Choice | Rating, place: str, pictures: _Pictures
+        self, one: schema.Predicate | schema.Choice | schema.Rating, place: str, pictures: _Pictures
     ) -> Record:
         options: dict[str, str | bool] = {}
         self._options.append(options)
         made: Record = {"instructions": pictures.text(one.instructions, f"{place}.instructions")}
-        if isinstance(one, Predicate):
+        if isinstance(one, schema.Predicate):
             return {**made, "type": "noul"}
-        if isinstance(one, Rating):
+        if isinstance(one, schema.Rating):
             levels = [": ".join(filter(None, (lv.label, lv.description))) for lv in one.levels]
             return {**made, "type": "score", "criteria": levels}
         criteria: dict[str, str | None] = {}
@@ -463,14 +262,14 @@ class _Asked:
         for one, name, values in zip(self._body.questions, self._names, self._options, strict=True):
             answer = found[name]
             told: Record = {"type": one.type, "name": one.name}
-            if isinstance(one, Predicate):
+            if isinstance(one, schema.Predicate):
                 told["probability"] = answer["noul"]
             else:
                 told["confidence"], chances = answer["confidence"], answer["probabilities"]
-            if isinstance(one, Choice):
+            if isinstance(one, schema.Choice):
                 each = [{"value": values[n], "probability": p} for n, p in chances.items()]
                 told |= {"choice": values[answer["choice"]], "probabilities": each}
-            elif isinstance(one, Rating):
+            elif isinstance(one, schema.Rating):
                 each = [
                     {"value": i, "label": level.label, "probability": chances[str(i)]}
                     for i, level in enumerate(one.levels)
@@ -481,7 +280,9 @@ class _Asked:
 
 
 def _pairs(
-    queries: Sequence[Document], documents: Sequence[Document], instruction: str | None
+    queries: Sequence[schema.Document],
+    documents: Sequence[schema.Document],
+    instruction: str | None,
 ) -> Build:
     """One question for each pair. The document stands first: its picture is remembered for the
     next query."""
@@ -501,7 +302,7 @@ def _pairs(
     return build
 
 
-def _said(document: Document, pictures: _Pictures, place: str) -> str:
+def _said(document: schema.Document, pictures: _Pictures, place: str) -> str:
     if isinstance(document, str):
         return document
     if document.content is None and document.text is None:
@@ -509,8 +310,8 @@ def _said(document: Document, pictures: _Pictures, place: str) -> str:
     return pictures.text(document.content or document.text or "", f"{place}.content")
 
 
-def _shown(document: Document) -> Record:
+def _shown(document: schema.Document) -> Record:
     if isinstance(document, str):
         return {"text": document}
-    texts = [part.text for part in document.content or () if isinstance(part, TextPart)]
+    texts = [part.text for part in document.content or () if isinstance(part, schema.TextPart)]
     return {"text": "\n".join(texts) if document.content else document.text}

@@ -9,6 +9,7 @@ import binascii
 import contextlib
 import functools
 import io
+import json
 import math
 import re
 import stat
@@ -38,6 +39,7 @@ from keepsight.server.parser import loaded
 from keepsight.server.schema import (
     Address,
     ChatMessage,
+    JsonPart,
     MediaPart,
     Part,
     RefusalPart,
@@ -400,6 +402,8 @@ class MessageReader:
             return [_text(part.text)]
         if isinstance(part, RefusalPart):
             return [_text(part.refusal)]
+        if isinstance(part, JsonPart):
+            return [_text(json.dumps(part.data, ensure_ascii=False))]
         if isinstance(part, ThoughtPart):
             raise invalid(place, f"{place}: thoughts are parts of an assistant's message")
         given, name = _one_of(part, _HOLDERS.get(part.type, _PICTURE), place)

@@ -28,19 +28,6 @@ from keepsight.server.access import Visit, posts, visit_of
 from keepsight.server.chat import scored_of
 from keepsight.server.errors import ApiError, invalid
 from keepsight.server.parser import OutputPiece
-from keepsight.server.schema import (
-    CallItem,
-    Item,
-    MessageItem,
-    OtherItem,
-    Reference,
-    ResponsesRequest,
-    ResultItem,
-    Salt,
-    ThoughtItem,
-    Unused,
-    is_empty,
-)
 from keepsight.server.streaming import (
     STREAMED,
     AnswerEnd,
@@ -63,8 +50,8 @@ _MOST = 10_000  # responses per key
 _LONGEST = 10_000  # responses per chain
 _LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
 _BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
-_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
-Placed = tuple[Item, str]  # an item, and the client's name for it
+_ITEM: TypeAdapter[schema.Item] = TypeAdapter(schema.Item)
+Placed = tuple[schema.Item, str]  # an item, and the client's name for it
 
 
 # -- to a request of the chat API ------------------------------------------------------------------
@@ -84,19 +71,19 @@ def in_its_words(problem: ApiError) -> ApiError:
     return problem
 
 
-def _items_of(body: ResponsesRequest) -> list[Placed]:
+def _items_of(body: schema.ResponsesRequest) -> list[Placed]:
     """The items of a body in any form."""
     if isinstance(body.input, str):
-        return [(MessageItem(role="user", content=body.input), "input")]
+        return [(schema.MessageItem(role="user", content=body.input), "input")]
     return [(item, f"input[{number}]") for number, item in enumerate(body.input)]
 
 
 def as_chat(
-    body: ResponsesRequest, items: Sequence[Placed] = (), unused: Unused | None = None
+    body: schema.ResponsesRequest, items: Sequence[Placed] = (), unused: schema.Unused | None = None
 ) -> schema.ChatRequest:
     """The same request for the chat API. `items` are those of the whole conversation, if it is
     longer than the body, with all references resolved."""
-    unused = Unused() if unused is None else unused
+    unused = schema.Unused() if unused is None else unused
     scored = _SCORED in (body.include or ())
     if body.top_logprobs and not scored:
         raise invalid("top_logprobs", f"it needs include: ['{_SCORED}']")
@@ -121,9 +108,9 @@ def as_chat(
     )
 
 
-def _name_unused(body: ResponsesRequest, unused: Unused) -> None:
+def _name_unused(body: schema.ResponsesRequest, unused: schema.Unused) -> None:
     """Report the known fields that have no effect here."""
-    if body.text is not None and not is_empty(body.text.verbosity):
+    if body.text is not None and not schema.is_empty(body.text.verbosity):
         unused.add("text.verbosity", schema.NO_VERBOSITY)
     if body.truncation == "auto":
         unused.add("truncation", "prompts are not cut; what is too long is refused")
@@ -141,7 +128,7 @@ def _name_unused(body: ResponsesRequest, unused: Unused) -> None:
 
 
 def _messages(
-    body: ResponsesRequest, items: Sequence[Placed], unused: Unused
+    body: schema.ResponsesRequest, items: Sequence[Placed], unused: schema.Unused
 ) -> list[schema.ChatMessage]:
     """Items as messages: a thought and calls join their answer."""
     made: list[schema.ChatMessage] = []
@@ -158,26 +145,26 @@ def _messages(
     if body.instructions is not None:
         add("instructions", "", role="system", content=body.instructions)
     for item, place in items:
-        if isinstance(item, OtherItem):
+        if isinstance(item, schema.OtherItem):
             unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
             continue
-        if isinstance(item, ThoughtItem):
+        if isinstance(item, schema.ThoughtItem):
             text = "".join(part.text for part in item.content or item.summary or [])
             thought = "\n".join(filter(None, (thought, text)))
             continue
-        said = isinstance(item, MessageItem) and item.role == "assistant"
-        if thought and not (said or isinstance(item, CallItem)):
+        said = isinstance(item, schema.MessageItem) and item.role == "assistant"
+        if thought and not (said or isinstance(item, schema.CallItem)):
             answer(place, content="")  # it was cut off before its text began
-        if isinstance(item, ResultItem):
+        if isinstance(item, schema.ResultItem):
             add(place, ".output", role="tool", content=item.output, tool_call_id=item.call_id)
-        elif isinstance(item, CallItem):
+        elif isinstance(item, schema.CallItem):
             function = schema.CalledFunction(name=item.name, arguments=item.arguments)
             call = schema.ToolCall(id=item.call_id, function=function)
             if made and made[-1].role == "assistant" and not thought:
                 made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
             else:
                 answer(place, tool_calls=[call])
-        elif isinstance(item, MessageItem):
+        elif isinstance(item, schema.MessageItem):
             if said:
                 answer(place, content=item.content)
             else:
@@ -233,7 +220,7 @@ class ResponseStore:
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
         self._lock = threading.Lock()
 
-    def put(self, owner: str, whose: str, asked: Sequence[Item], response: Record) -> bool:
+    def put(self, owner: str, whose: str, asked: Sequence[schema.Item], response: Record) -> bool:
         """Store a response and its request's items; False if it exceeds its key's share."""
         new = StoredResponse(
             response["id"],
@@ -292,7 +279,7 @@ class ResponseStore:
         with self._lock:
             return self._held.total()
 
-    def conversation(self, owner: str, whose: str, body: ResponsesRequest) -> list[Placed]:
+    def conversation(self, owner: str, whose: str, body: schema.ResponsesRequest) -> list[Placed]:
         """The items of a whole conversation: those of earlier responses, then those of the body
         with ids resolved. Their bytes are limited like those of a body with the full text."""
         left = self._largest
@@ -321,7 +308,7 @@ class ResponseStore:
         ]
         outputs: dict[str, dict[str, Record]] = {}  # each response is read once
         for item, place in _items_of(body):
-            if isinstance(item, Reference):
+            if isinstance(item, schema.Reference):
                 with contextlib.suppress(ApiError):  # an item's id has that of its response
                     meant = f"resp_{item.id.partition('_')[2].partition('_')[0]}"
                     if meant not in outputs:
@@ -359,18 +346,20 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["answers"])
     store, threads, one = service.responses, service.threads, "/v1/responses/{response_id}"
 
-    @posts(router, "/v1/responses", ResponsesRequest, "responses", responses=STREAMED)
-    async def responses(body: ResponsesRequest, visit: Visit) -> object:
+    @posts(router, "/v1/responses", schema.ResponsesRequest, "responses", responses=STREAMED)
+    async def responses(body: schema.ResponsesRequest, visit: Visit) -> object:
         """An answer to a list of items, whole or streamed."""
         body.check_stream_options()
         if body.store and not store.share:
             visit.unused.add("store", "this server keeps no responses; see --responses-budget")
         caller = visit.who()
 
-        def read() -> tuple[list[Item], schema.ChatRequest]:
+        def read() -> tuple[list[schema.Item], schema.ChatRequest]:
             items = store.conversation(caller.tenant, caller.salted(body.cache_salt), body)
             new = [item for item, place in items if place != _BEFORE]
-            kept: list[Item] = [item for item in new if not isinstance(item, OtherItem)]
+            kept: list[schema.Item] = [
+                item for item in new if not isinstance(item, schema.OtherItem)
+            ]
             return kept, as_chat(body, items, visit.unused)
 
         asked, chat = await threads.run(read, visit.size > LARGE_BODY)
@@ -405,7 +394,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-_Salt = Annotated[Salt | None, Query()]
+_Salt = Annotated[schema.Salt | None, Query()]
 
 
 @dataclass
@@ -413,8 +402,8 @@ class _Writer:
     """One growing response, as its events."""
 
     service: Service
-    body: ResponsesRequest
-    asked: list[Item]
+    body: schema.ResponsesRequest
+    asked: list[schema.Item]
     answer: AnswerStream
     visit: Visit
 

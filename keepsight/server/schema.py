@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from keepsight.core.decoding.stops import MOST as MOST_STOPS
-from keepsight.server.errors import hint_for, invalid, refused
+from keepsight.server.errors import hint_for, invalid, missing, refused
 
 HEADER = "x-keepsight-unused"
 _MOST = 24  # names that are listed; the rest is counted
@@ -77,6 +77,11 @@ class ThoughtPart(Inner):
     type: Literal["thinking", "reasoning", "redacted_thinking"]
     thinking: Text | None = None
     text: Text | None = None
+
+
+class JsonPart(Inner):
+    type: Literal["input_json"]
+    data: dict[str, object] | list[dict[str, object]]
 
 
 class SizeLimits(Inner):
@@ -143,7 +148,7 @@ class MediaPart(PixelLimits):
     detail: Detail | None = None
 
 
-Part = Annotated[TextPart | RefusalPart | ThoughtPart | MediaPart, Discriminator("type")]
+Part = Annotated[TextPart | RefusalPart | ThoughtPart | JsonPart | MediaPart, Discriminator("type")]
 Content = TextOr[Annotated[list[Part], Field(fail_fast=True)]]
 
 
@@ -616,3 +621,201 @@ class PinRequest(HeldRequest):
     """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
 
     pinned: bool = True
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class CompletionRequest(AnswerOptions):
+    """The body of `/v1/completions`: one prompt or many, as texts or token ids."""
+
+    IGNORED: ClassVar[dict[str, str]] = {"metadata": "answers are not stored"}
+    REFUSED: ClassVar[dict[str, str]] = {
+        "best_of": "of several answers all are given",
+        "suffix": "answers only go on behind a prompt",
+        "n": "one answer is given to each prompt; send the prompt several times",
+        "prompt_logprobs": "send echo and logprobs",
+        "response_format": "send structured_outputs, or a field such as guided_json",
+    }
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=1024)]
+    max_tokens: Tokens | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Rendering):
+    """The body of `/tokenize`: a text, or messages as `/v1/chat/completions` takes them."""
+
+    messages: list[ChatMessage] | None = None  # type: ignore[assignment]
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+# -- questions about one input ---------------------------------------------------------------------
+
+MOST_QUESTIONS = 400  # as in OpenAI's API
+MOST_DOCUMENTS = 1000
+
+
+class SharedFields(Body):
+    """Fields of all these bodies."""
+
+    model: Name | None = None  # left out: the one that is served
+    cache_salt: Salt | None = None
+    keepsight: KeepsightOptions | None = None
+
+
+class Asset(Inner):
+    type: Literal["image"] = "image"
+    format: Label | None = None
+    data_base64: Where
+
+
+class SystemOneRequest(SharedFields):
+    """The body of `/v1/systemone`: questions by name, and images by the placeholders that stand for
+    them in texts. `state` is a text, a record or a list."""
+
+    state: object
+    questions: Annotated[
+        dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
+    ]
+    assets: dict[str, Asset] = Field(default_factory=dict)
+
+
+class InputCall(Inner):
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: Name
+    name: Name
+    arguments: Text | None = None
+    input: Text | None = None
+
+
+class InputOutput(Inner):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Name
+    output: Content
+
+
+def _input_kind(value: object) -> str:
+    kind = kind_of(value, "message")
+    if kind in ("function_call", "custom_tool_call"):
+        return "as call"
+    return "as output" if str(kind).endswith("_output") else "as message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("as message")]
+    | Annotated[InputCall, Tag("as call")]
+    | Annotated[InputOutput, Tag("as output")],
+    Discriminator(_input_kind),
+]
+
+
+class Predicate(Inner):
+    type: Literal["predicate"]
+    name: Name | None = None
+    instructions: Content
+
+
+class ChoiceOption(Inner):
+    value: str | bool
+    description: Text | None = None
+
+
+class Choice(Inner):
+    type: Literal["choice"]
+    name: Name | None = None
+    instructions: Content
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
+
+
+class ScoreLevel(Inner):
+    label: Where
+    description: Text | None = None
+
+
+class Rating(Inner):
+    type: Literal["score"]
+    name: Name | None = None
+    instructions: Content
+    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=255)]
+
+
+class DecisionsRequest(SharedFields):
+    """The body of `/v1/decisions`."""
+
+    IGNORED: ClassVar[dict[str, str]] = {
+        "prompt_cache_options": "what was used last is kept; see /v1/prepare",
+        "service_tier": "there is one tier",
+    }
+
+    input: TextOr[Annotated[list[InputItem], Field(min_length=1)]]
+    questions: Annotated[
+        list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
+        Field(min_length=1, max_length=MOST_QUESTIONS),
+    ]
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
+
+
+class Parts(Inner):
+    """A document that is no plain text: parts, or a text in a record."""
+
+    content: Annotated[list[Part], Field(min_length=1)] | None = None
+    text: Text | None = None
+
+
+Document = TextOr[Parts]
+Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
+OneOrMany = Annotated[
+    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as one")],
+    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as one"),
+]
+
+
+class ScoreRequest(SharedFields):
+    """The body of `/v1/score`: two texts, or one against many, or as many against as many."""
+
+    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
+
+    text_1: OneOrMany | None = None
+    text_2: OneOrMany | None = None
+    queries: OneOrMany | None = None
+    documents: OneOrMany | None = None
+    data_1: OneOrMany | None = None
+    data_2: OneOrMany | None = None
+    instruction: Text | None = None
+
+    def sides(self) -> tuple[list[Document], list[Document]]:
+        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+        given = [pair for pair in pairs if any(getattr(self, name) is not None for name in pair)]
+        sides = []
+        for name in given[0] if given else pairs[0]:
+            if (side := getattr(self, name)) is None:
+                raise missing(name)
+            sides.append(side if isinstance(side, list) else [side])
+        one, two = sides
+        if len(one) not in (1, len(two)):
+            name, other = given[0]
+            raise invalid(name, f"{len(one)} of {name} for {len(two)} of {other}")
+        return one * (len(two) if len(one) == 1 else 1), two
+
+
+class RerankRequest(SharedFields):
+    """The body of `/v1/rerank`."""
+
+    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
+
+    query: Document
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    instruction: Text | None = None
