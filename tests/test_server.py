@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -15,7 +14,6 @@ from PIL import Image
 from server_harness import QUESTION, Live, asked, live, opening, png, scene, uri
 
 import keepsight as ks
-from keepsight.server import app
 
 
 @pytest.fixture(scope="module")
@@ -280,22 +278,6 @@ def test_a_reset_without_a_salt_leaves_other_salts_alone(
         assert server.call("/v1/cache/stats")[1]["features"]["packages"] == 0
 
 
-def test_pictures_are_held_pinned_and_deleted(server: Live) -> None:
-    body: dict[str, Any] = {"model": "demo", "messages": asked(scene(31)), "cache_salt": "held"}
-    [image] = server.call("/v1/prepare", body)[1]["report"]["images"]
-    [held] = server.call("/v1/cache/images?cache_salt=held")[1]["data"]
-    assert held["key"] == image["key"] and held["tokens"] == image["tokens"] and held["bytes"]
-    assert server.call("/v1/cache/pin", body)[1]["images"] == [held["key"]]
-    assert server.call("/v1/cache/pin", {**body, "pinned": False})[0] == 200
-    gone = server.call("/v1/cache/delete", {**body, "pictures_only": True})[1]
-    assert gone["bytes_freed"] > 0
-    assert server.call("/v1/cache/images?cache_salt=held")[1]["data"] == []
-    assert server.call("/v1/cache/explain", body)[1]["report"]["cached_tokens"] == 0
-    text = [{"role": "user", "content": "x"}]
-    nothing = {"model": "demo", "messages": text, "pictures_only": True}
-    assert server.call("/v1/cache/delete", nothing)[0] == 400
-
-
 def test_a_salt_hides_what_was_seen(server: Live) -> None:
     """Under another salt a known picture looks exactly like one that nobody has seen."""
 
@@ -340,23 +322,6 @@ def test_models_health_metrics_schema(server: Live, client: openai.OpenAI) -> No
     fields = server.call("/openapi.json")[1]["components"]["schemas"]["ChatRequest"]["properties"]
     assert fields["audio"]["description"] == "Refused: answers are text."
     assert server.call("/")[0] == 200
-
-
-def test_a_schema_that_several_ask_for_at_once_is_made_once(
-    demo_parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-    schema = app._schema
-
-    def slowly(*given: Any) -> Any:
-        made.append("once")
-        time.sleep(0.3)
-        return schema(*given)
-
-    monkeypatch.setattr(app, "_schema", slowly)
-    with ks.wrap(*demo_parts["demo"]) as vlm, live(vlm) as fresh, ThreadPoolExecutor(4) as clients:
-        answers = list(clients.map(fresh.call, ["/openapi.json"] * 4))
-    assert [status for status, *_ in answers] == [200] * 4 and made == ["once"]
 
 
 def _metrics(server: Live) -> dict[str, float]:

@@ -137,22 +137,6 @@ def test_serve_from_start_to_end(tmp_path: Path) -> None:
     assert "Hello" not in log and said not in log and "ann-key" not in log
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ([], "which model"),
-        (["demo", "--max-body", "big"], "big"),
-        (["demo", "--api-key", ":"], "NAME:KEY"),
-        (["demo", "--api-key", "a:k", "--admin-key", "b:k"], "are the same"),
-        (["demo", "--config", "nowhere.toml"], "cannot be read"),
-        (["demo", "--prot", "1"], "--port"),
-    ],
-)
-def test_what_serve_refuses(options: list[str], why: str) -> None:
-    done = CliRunner().invoke(app, ["serve", *options])
-    assert done.exit_code == 2 and why in done.output
-
-
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 

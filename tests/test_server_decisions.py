@@ -342,7 +342,7 @@ def test_one_who_hangs_up_is_let_go(server: Live, vlm: ks.VLM) -> None:
         time.sleep(0.01)
     connection.close()
     for _ in range(1000):
-        if not engine.busy and not server.service.scheduler.together.stats()["in_flight"]:
+        if not engine.busy and not server.service.together.stats()["in_flight"]:
             break
         time.sleep(0.01)
     assert not engine.busy

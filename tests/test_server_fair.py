@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import sys
@@ -17,10 +16,8 @@ import keepsight as ks
 from bench.hostile import flat_png, pdf
 from keepsight import Ticket
 from keepsight.report import Piece, Report, Usage
-from keepsight.server.access import network_of
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
-from keepsight.server.turns import Threads, account
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +97,6 @@ def dripping(server: Live) -> Any:
     return connection
 
 
-def test_closing_waits_for_no_body_that_comes_in_drips(vlm: Any) -> None:
-    with live(vlm, Scripted("hi"), body_timeout="1h") as server:
-        server.server._drain = 3600.0
-        with dripping(server) as connection:
-            server.service.draining = True
-            status, told = answered(connection)
-            assert status == 503 and told["error"]["code"] == "shutting_down"
-            until(lambda: server.server.should_exit)
-
-
 def test_closing_waits_for_what_was_admitted(vlm: Any) -> None:
     script = Long()
     with live(vlm, script, body_timeout="1h") as server:
@@ -185,30 +172,6 @@ def test_large_pictures_are_prepared_in_few_threads(vlm: Any, data: bytes) -> No
         assert answers[0][0] == 200
 
 
-def test_few_large_pictures_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    threads = Threads(lambda: 1)
-    over, inside = threading.Event(), threading.Semaphore(0)
-
-    def large() -> None:
-        inside.release()
-        over.wait(30)
-
-    async def main() -> None:
-        tasks = []
-        for whose in ("one", "another"):
-            account.set(whose)
-            tasks += [asyncio.ensure_future(threads.run(large, large=True)) for _ in range(6)]
-        for _ in range(4):
-            assert await asyncio.to_thread(inside.acquire, timeout=20)
-        assert threads.large.pool._work_queue.qsize() == 2, "three of each are let in"
-        over.set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
-    threads.close()
-
-
 # -- clients without keys -------------------------------------------------------------------------
 
 SHOWN = {"x-forwarded-for": "203.0.113.7"}
@@ -237,12 +200,6 @@ def test_clients_without_keys_count_by_their_addresses(vlm: Any) -> None:
     assert one == through == "from 127.0.0.1" and other == "from 127.0.0.2"
     *_, through = accounts(vlm, trusted_proxy=("127.0.0.0/30",))
     assert through == "from 203.0.113.7"
-
-
-def test_an_account_of_ipv6_is_a_network() -> None:
-    assert network_of("2001:db8::1:2") == network_of("2001:db8::ffff:1") == "2001:db8::/64"
-    assert network_of("::ffff:192.0.2.1") == network_of("192.0.2.1") == "192.0.2.1"
-    assert network_of("testclient") == "testclient"
 
 
 def test_a_proxy_is_named_by_its_address() -> None:

@@ -11,9 +11,9 @@ import pytest
 from server_harness import QUESTION, TEMPLATE, Live, Scripted, asked, live, png, scene, until, uri
 
 import keepsight as ks
-from keepsight.server.media import ImageSizes, MessageReader
+from keepsight.server.media import MessageReader
 from keepsight.server.schema import ChatRequest, Unused
-from keepsight.server.served_model import _wishes
+from keepsight.server.served_model import wishes
 
 
 @pytest.fixture(scope="module")
@@ -203,12 +203,6 @@ def test_sizes_of_one_picture_are_the_processors_own(server: Live, demo_parts: A
         assert shown(server, {**where, **said})["prompt_tokens"] == tokens[1]
 
 
-def test_limits_that_a_processor_does_not_know_are_named() -> None:
-    unused = Unused()
-    assert ImageSizes(None, {}).shown(5000, 9000, "x", unused).most == 9000
-    assert unused.names() == ["x.min_pixels"]
-
-
 # -- thoughts ----------------------------------------------------------------------------------
 
 
@@ -229,7 +223,7 @@ def test_wishes_about_thoughts(
     request = ChatRequest.model_validate(
         {"model": "demo", "messages": [{"role": "user", "content": "x"}], **body}
     )
-    assert _wishes(request, Unused()) == (effort, switch)
+    assert wishes(request, Unused()) == (effort, switch)
 
 
 @pytest.mark.parametrize(
@@ -315,11 +309,17 @@ def test_what_is_unknown_never_reaches_the_template(server: Live) -> None:
         (b'{"seed": ' + b"9" * 5000 + b"}", {}, "number out of range"),
         (b"\x1f\x8b123", {"content-encoding": "gzip"}, "Content-Encoding is 'gzip'"),
         (b'{"model": "demo", "messages": [], "\\ud800": 1}', {}, "unexpected end of hex escape"),
+        (b"", {}, "missing required parameter"),
+        (b"{", {}, "not valid JSON"),
+        (b"null", {}, "not a JSON object"),
+        (b'{"model": "demo", "messages": NaN}', {}, "not valid JSON"),
+        (b'{"temperature": Infinity}', {}, "not valid JSON"),
+        (b"[" * 100_000, {}, "recursion limit"),
     ],
-    ids=["no text", "digits", "packed", "name"],
 )
 def test_a_body_that_cannot_be_read_is_refused_with_its_reason(
     server: Live, body: bytes, headers: dict[str, str], why: str
 ) -> None:
-    status, told, _ = server.call("/v1/chat/completions", body, headers=headers)
-    assert status == 400 and why in told["error"]["message"]
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/prepare"):
+        status, told, _ = server.call(path, body, "POST", headers)
+        assert status == 400 and why in told["error"]["message"]

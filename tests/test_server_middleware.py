@@ -98,6 +98,9 @@ def user(content: Any) -> dict[str, Any]:
         ({**user("x"), "seed": 2**64}, "seed"),
         ({**user("x"), "stop": [""]}, "stop[0]"),
         ({**user("x"), "stop": 5}, "stop"),
+        ({**user("x"), "stop": ["a", 5]}, "stop[1]"),
+        ({**user("x"), "tool_choice": {"type": "function", "function": {"nam": "f"}}},
+            "tool_choice.function.name"),
         ({**user("x"), "top_logprobs": 2}, "top_logprobs"),
         ({**user("x"), "logit_bias": {"9999": 1}}, "logit_bias"),
         ({**user("x"), "functions": [{}]}, "functions"),
@@ -113,29 +116,9 @@ def user(content: Any) -> dict[str, Any]:
         ({"messages": asked(*[scene(1)] * 5)}, "messages[0].content[4]"),
         ({"messages": asked(scene(1), uri(b"GIF89a"))}, "messages[0].content[1]"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) -> None:
     assert refusal(server.chat(body))["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({**user("x"), "tempature": 1}, "tempature"),
-        ({**user("x"), "store": True}, "store"),
-        ({**user("x"), "metadata": {"a": "b"}}, "metadata"),
-        ({**user("x"), "reasoning_effort": "low"}, "reasoning_effort"),
-        ({**user("x"), "service_tier": "flex"}, "service_tier"),
-        ({**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation"),
-        ({**user("x"), "chat_template_kwargs": {"enable_x": True}},
-            "chat_template_kwargs.enable_x"),
-        ({"messages": [{"role": "user", "name": "ann", "content": "x"}]}, "messages[0].name"),
-    ],
-)  # fmt: skip
-def test_what_is_not_used_is_named(server: Live, body: dict[str, Any], param: str) -> None:
-    status, _, headers = server.chat({**body, "max_tokens": 1})
-    assert status == 200 and headers["x-keepsight-unused"] == param
 
 
 def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,6 +164,8 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
         ("cache/pin", {"num_predict": 5}, "'num_predict'; see /docs"),
         ("cache/reset", {"everone": True}, "did you mean everyone?"),
         ("models?api-version=1", None, "'api-version'; see /docs"),
+        ("files?ordr=asc", None, "did you mean order?"),
+        ("cache/images?store=true", None, "did you mean stored?"),
     ],
 )
 def test_what_must_not_be_guessed_is_answered_with_what_is_known(
@@ -189,6 +174,7 @@ def test_what_must_not_be_guessed_is_answered_with_what_is_known(
     body = {"model": "demo", **user("x"), **more} if path != "cache/reset" and more else more
     error = refusal(server.call(f"/v1/{path}", body))
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
+    assert server.call("/health?x=1")[0] == 200
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "auto", "x": 1}, "maybe", 5, [], {}])
@@ -199,12 +185,6 @@ def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> Non
         assert error["param"] == "tool_choice" and error["message"].startswith(
             "invalid value for 'tool_choice': expected 'none', 'auto', 'required', or a function"
         )
-
-
-def test_names_of_branches_are_no_part_of_a_place(server: Live) -> None:
-    assert refusal(server.chat({**user("x"), "stop": ["a", 5]}))["param"] == "stop[1]"
-    forced = {**user("x"), "tool_choice": {"type": "function", "function": {"nam": "f"}}}
-    assert refusal(server.chat(forced))["param"] == "tool_choice.function.name"
 
 
 def test_whatever_answers_get_answers_head(server: Live) -> None:
@@ -219,20 +199,6 @@ def test_whatever_answers_get_answers_head(server: Live) -> None:
     assert refusal(other, 405)["code"] == "method_not_allowed" and other[2]["allow"]
 
 
-@pytest.mark.parametrize(
-    ("address", "hint"),
-    [
-        ("/v1/files?ordr=asc", "did you mean order?"),
-        ("/v1/cache/images?store=true", "did you mean stored?"),
-        ("/v1/models?x=1", "see /docs"),
-        ("/v1/files?order=up", "'asc' or 'desc'"),
-    ],
-)
-def test_addresses_are_read_as_strictly_as_bodies(server: Live, address: str, hint: str) -> None:
-    assert hint in refusal(server.call(address))["message"]
-    assert server.call("/health?x=1")[0] == 200
-
-
 def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
     parts = [{"type": "pictur", "image": "x"}, {"text": "x"}, {"type": "image_url", "image_url": 1}]
     whys = [refusal(server.chat(user([part])))["message"] for part in parts]
@@ -244,26 +210,6 @@ def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
     plain = {"content-type": "text/plain"}
     sent = server.call("/v1/chat/completions", json.dumps(user("x")).encode(), headers=plain)
     assert "Content-Type: application/json" in refusal(sent)["message"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        b'{"model": "demo", "messages": NaN}',
-        b"[" * 100_000,
-        b'{"model": "demo", "messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"model": "demo", "seed": ' + b"9" * 5000 + b"}",
-        b'{"model": "demo", "temperature": Infinity, "messages": [{"role":"user","content":"x"}]}',
-    ],
-)
-def test_bodies_that_are_none(server: Live, body: bytes) -> None:
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/prepare"):
-        refusal(server.call(path, body, method="POST"))
 
 
 def test_places_models_and_methods(server: Live) -> None:
@@ -295,13 +241,6 @@ def test_bodies_that_are_too_large(server: Live) -> None:
         assert b" 413 " in connection.recv(4096)[:40]
 
 
-def test_a_body_that_says_it_is_too_large_is_not_taken_in(server: Live) -> None:
-    with server.raw() as connection:
-        head = b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n"
-        connection.sendall(head)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it may take: the rest is read behind it, and a short one costs no connection."""
     with live(vlm, keys=(ApiKey("ann", "ann-key", requests_per_minute=1),)) as server:
@@ -326,22 +265,9 @@ def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.Monk
                 answer = http.client.HTTPResponse(connection)
                 answer.begin()
                 assert answer.status == status and json.loads(answer.read())["error"]
-                assert (answer.getheader("connection") != "close") == keeps, headers
                 if keeps:
                     connection.sendall(body[5:] + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                     assert answered(connection)[0] == (503 if status == 503 else 200)
-
-
-def test_ten_thousand_pictures_are_counted_before_one_is_read(
-    server: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unexpected(*given: Any) -> None:
-        raise AssertionError("a picture was read")
-
-    monkeypatch.setattr("keepsight.server.media._decoded", unexpected)
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    error = refusal(server.chat(user([part] * 10_000)))
-    assert error["code"] == "too_many_images" and error["param"] == "messages[0].content[4]"
 
 
 def test_ten_thousand_messages(server: Live) -> None:
@@ -411,7 +337,7 @@ def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
     connection = server.sending("/v1/chat/completions", body)
     assert b"200" in connection.recv(100)
     connection.close()
-    until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
+    until(lambda: server.service.together.stats()["in_flight"] == 0)
     assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
     assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
 
@@ -475,17 +401,6 @@ def test_tenants_see_nothing_of_each_other(locked: Live) -> None:
     locked.call("/v1/cache/reset", {}, headers=bearer("bob"))
     again = locked.chat(body, headers=bearer("ann"))[1]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
-
-def test_rates_and_quotas(locked: Live) -> None:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
-    answers = [locked.call("/v1/cache/explain", body, headers=bearer("slow")) for _ in range(3)]
-    assert [answer[0] for answer in answers] == [200, 200, 429]
-    assert int(answers[2][2]["retry-after"]) >= 1
-    assert locked.upload(b"x" * 500, bearer("small"))[0] == 200
-    assert (
-        refusal(locked.upload(b"y" * 500, bearer("small")), 413)["code"] == "files_quota_exceeded"
-    )
 
 
 def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
@@ -599,11 +514,6 @@ def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(vlm: Any) -> 
                 status, told, _ = server.call(path, headers={"host": name})
                 assert status == (200 if name in own else 403), (name, path)
                 assert name in own or told["error"]["code"] == "host_not_allowed"
-
-
-def test_a_server_with_keys_has_any_name(locked: Live) -> None:
-    shown = {**bearer("ann"), "host": "vision.example"}
-    assert locked.call("/v1/files", headers=shown)[0] == 200
 
 
 # -- thinking and tools ------------------------------------------------------------------------

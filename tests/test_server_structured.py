@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
 from models import build
 from server_harness import TEMPLATE, Live, live
-from test_structured import HOSTILE, Hurry, made
+from test_structured import Hurry, made
 from tokenizers import AddedToken
 
 import keepsight as ks
@@ -357,34 +354,3 @@ def test_a_value_between_tags_is_read_as_its_schema_says() -> None:
 
 
 # -- others ----------------------------------------------------------------------------------------
-
-
-def test_hostile_forms_leave_others_their_pace(server: Live) -> None:
-    """An answer beside clients with hostile forms takes about as long as beside as many others."""
-    forms = [
-        form if "regex" in form or "grammar" in form else {"json": form}
-        for form in HOSTILE.values()
-    ][:6]
-
-    def beside(others: list[dict[str, Any]]) -> float:
-        stop = threading.Event()
-
-        def ask(more: dict[str, Any]) -> None:
-            while not stop.is_set():
-                status = server.chat({"messages": [USER], "max_tokens": 8, **more})[0]
-                assert status in (200, 400, 429), status
-
-        with ThreadPoolExecutor(len(others)) as pool:
-            running = [pool.submit(ask, more) for more in others]
-            body = {"messages": [USER], "max_tokens": 60, "ignore_eos": True}
-            begun = time.perf_counter()
-            assert server.chat(body)[0] == 200
-            spent = time.perf_counter() - begun
-            stop.set()
-            for one in running:
-                one.result()
-        return spent
-
-    usual = beside([{}] * len(forms))
-    assert beside([{"structured_outputs": form} for form in forms]) < 4 * usual + 1
-    server.service.vlm.runtime.check()

@@ -41,20 +41,6 @@ class Worked:
                 await asyncio.sleep(0.005)
 
 
-def test_who_comes_late_with_little_waits_for_no_line_of_others() -> None:
-    async def main() -> None:
-        one = Worked(1)
-        tasks = [one.ask("a") for _ in range(5)]
-        await one.until("a")
-        tasks.append(one.ask("b"))
-        await asyncio.sleep(0)
-        one.go_on.release(100)
-        assert await asyncio.gather(*tasks) == [*"aaaaab"]
-        assert one.begun[:2] == ["a", "b"]
-
-    asyncio.run(main())
-
-
 def test_nobody_has_all_threads_even_by_hanging_up() -> None:
     async def main() -> None:
         four = Worked(4)
@@ -72,22 +58,6 @@ def test_nobody_has_all_threads_even_by_hanging_up() -> None:
         account.set("c")
         await four.threads.run(gc.collect)
         assert "a" not in four.threads._free, "accounts that are gone leave nothing"
-
-    asyncio.run(main())
-
-
-def test_an_error_is_the_callers_and_its_place_is_free() -> None:
-    async def main() -> None:
-        one = Worked(1)
-
-        def fails() -> None:
-            raise OSError("no")
-
-        for _ in range(3):
-            with pytest.raises(OSError, match="no"):
-                await one.threads.run(fails)
-        one.go_on.release()
-        assert await one.ask("a") == "a"
 
     asyncio.run(main())
 

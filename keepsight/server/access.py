@@ -8,17 +8,15 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-import functools
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import time
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,44 +33,36 @@ from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError, from_error, from_validation
 from keepsight.server.schema import HEADER, Body, Unused
 from keepsight.server.turns import LARGE_BODY, account
-from keepsight.system import digests as digests
+from keepsight.system import digests
 from keepsight.system.accounts import under_salt
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
 T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+errors = logging.getLogger("keepsight.server")
 
+_OPEN = {"/", "/health", "/docs", "/openapi.json"}  # paths that need no key
+_WHILE_CLOSING = {"/health", "/metrics"}
+ANSWERS = {  # the model works for these
+    *("/v1/chat/completions", "/v1/responses", "/v1/prepare"),
+    *("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank", "/v1/completions"),
+}
+_PER_SECOND, _AT_ONCE = 40, 20  # requests of one client while others are answered: each takes GIL
+_LONGEST_TURN = 25.0  # seconds
+_READING = 60.0  # seconds for clients that do not read, beside the time of an answer
+_DISCARDED = 4  # times the largest body: what is read of a refused one
+_QUIET = 1.0  # seconds without a byte after which a refused body is given up
+_BODIES_HELD = 8  # times the largest body, of all requests together
+_LONG = 1 << 20  # bytes of a body that arrive at full speed
+_BYTES_A_SECOND = 64 << 20  # of all longer bodies while others are served: receiving costs time
+_SMALL_BODY = 1 << 14  # bytes that are parsed at once, faster than in a thread
+MOST_VALUES = 500_000  # commas and brackets in a body; no model reads a text with so many
 _OWN = (".localhost", ".local", ".internal", ".home.arpa")  # not on the public web
 
 
-def host_of(text: str) -> str:
-    text = text.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0].rstrip(".")
-
-
-def is_own_name(name: str) -> bool:
-    """Whether no public site can have this name: an address, a name without a dot, or a name
-    reserved for local networks."""
-    return "." not in name or name.endswith(_OWN) or _address(name) is not None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens there."""
-    address = _address(host)
-    return host == "localhost" if address is None else address.is_loopback
-
-
-def network_of(host: str) -> str:
-    """Network that one client may control: an IPv4 address itself, the /64 of an IPv6 address."""
-    address = _address(host)
-    if not isinstance(address, ipaddress.IPv6Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
+# -- who asks --------------------------------------------------------------------------------------
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -82,6 +72,12 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
+def _account_of(scope: Scope) -> str:
+    """The account of a client known only by its address, told by a trusted proxy or the
+    connection."""
+    return f"from {(scope.get('client') or ('',))[0]}"
+
+
 @dataclass
 class Bucket:
     """A token bucket: a number per minute, used at once or spread."""
@@ -89,23 +85,21 @@ class Bucket:
     per_minute: float
     clock: Callable[[], float] = time.monotonic
     at_once: float | None = None  # most at once, if not all of a minute
-    level: float = field(init=False)
-    at: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._most = self.per_minute if self.at_once is None else self.at_once
-        self.level, self.at = self._most, self.clock()
+        self._level, self._at = self._most, self.clock()
 
     def wait(self, needed: float) -> float:
         """Seconds until the bucket holds this many; 0 if it does."""
         now = self.clock()
-        self.level = min(self._most, self.level + (now - self.at) * self.per_minute / 60)
-        self.at = now
-        return max(0.0, (needed - self.level) * 60 / self.per_minute)
+        self._level = min(self._most, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+        return max(0.0, (needed - self._level) * 60 / self.per_minute)
 
     def take(self, count: float) -> None:
         self.wait(0)
-        self.level -= count
+        self._level -= count
 
 
 class Caller:
@@ -115,13 +109,12 @@ class Caller:
         self,
         key: ApiKey | None,
         clock: Callable[[], float] = time.monotonic,
-        host: str = "",
         tenant: str = "",
+        account: str = "",
     ) -> None:
         self.key = key
         self.tenant = key.whose if key is not None else tenant
-        self.account = self.tenant if key is not None else account_from(host)
-        self.name = key.name if key is not None else None
+        self.account = key.whose if key is not None else account
         self.admin = key is None or key.admin
         self.answering = 0  # requests that the model works for
         self._buckets = {
@@ -158,11 +151,6 @@ def _too_many(what: str, wait: float) -> ApiError:
     return ApiError(429, text, code="rate_limit_exceeded", retry_after=wait)
 
 
-def account_from(host: str) -> str:
-    """The account of a client known only by address."""
-    return f"from {network_of(host)}"
-
-
 class Callers:
     """All callers; those without keys share the tenant that the model was loaded for."""
 
@@ -170,11 +158,11 @@ class Callers:
         self._tenant = tenant
         self._known = [(key.key.encode(), Caller(key)) for key in keys]
 
-    def find(self, authorization: str | None, host: str = "") -> Caller:
+    def find(self, authorization: str, account: str = "") -> Caller:
         """The caller that a header names; without keys every caller is accepted."""
         if not self._known:
-            return Caller(None, host=host, tenant=self._tenant)
-        scheme, _, shown = (authorization or "").partition(" ")
+            return Caller(None, tenant=self._tenant, account=account)
+        scheme, _, shown = authorization.partition(" ")
         secret = shown.strip().encode(errors="replace")
         # All are compared, so that timing reveals nothing.
         found = [one for key, one in self._known if hmac.compare_digest(key, secret)]
@@ -185,11 +173,7 @@ class Callers:
         return found[0]
 
 
-_DISCARDED = 4  # times the largest body: what is read of a refused one, so that its client listens
-_QUIET = 1.0  # seconds without a byte after which a refused body is given up
-_LONG = 1 << 20  # bytes of a body that arrive at full speed; a longer refused one is not read out
-_BYTES_A_SECOND = 64 << 20  # of all longer bodies while others are served: receiving costs time
-_BODIES_HELD = 8  # times the largest body, of all requests together
+# -- bodies ----------------------------------------------------------------------------------------
 
 
 class BodyIntake:
@@ -200,41 +184,41 @@ class BodyIntake:
         self._held, self._next = 0, 0.0
         self._incomplete: set[asyncio.Timeout] = set()  # deadlines of bodies that still arrive
 
-    async def whole(self, receive: Receive, announced: int | None) -> bytes:
-        """A body within its limits of size and time. `announced`: its length as claimed by the
-        client. The caller must call `done` for it."""
+    @contextlib.asynccontextmanager
+    async def whole(self, receive: Receive, announced: int) -> AsyncIterator[bytes]:
+        """A body within its limits of size and time. `announced`: its length, if the client has
+        told it."""
         parts: list[bytes] = []
-        size, more = 0, True
+        size, more = 0, announced <= self._most
         limit = asyncio.timeout(self._service.config.body_timeout)
         try:
-            if (announced or 0) > self._most:
-                raise self._too_large()
-            async with limit:
-                self._incomplete.add(limit)
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise hung_up()
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._held += len(parts[-1])
-                    more = message.get("more_body", False)
-                    if size > _LONG and self._service.active > 1:
-                        await self._pace(len(parts[-1]))
-                    if size > self._most:
-                        raise self._too_large()
-                    if self._held > _BODIES_HELD * self._most:
-                        raise ApiError(503, "too many large requests", code="busy", retry_after=2)
-        except BaseException as error:
-            self._held -= size
-            if isinstance(error, TimeoutError):
-                text = "the body took too long to arrive"
-                late = ApiError(408, text, code="body_timeout")
+            try:
+                async with limit:
+                    self._incomplete.add(limit)
+                    while more:
+                        message = await receive()
+                        if message["type"] == "http.disconnect":
+                            raise hung_up()
+                        parts.append(message.get("body", b""))
+                        size += len(parts[-1])
+                        self._held += len(parts[-1])
+                        more = message.get("more_body", False) and size <= self._most
+                        if size > _LONG and self._service.active > 1:
+                            await self._pace(len(parts[-1]))
+                        if self._held > _BODIES_HELD * self._most:
+                            what = "too many large requests"
+                            raise ApiError(503, what, code="busy", retry_after=2)
+            except TimeoutError:
+                late = ApiError(408, "the body took too long to arrive", code="body_timeout")
                 raise (closing() if self._service.draining else late) from None
-            raise
+            finally:
+                self._incomplete.discard(limit)
+            if max(size, announced) > self._most:
+                text = f"the body is larger than {self._most} bytes; upload pictures to /v1/files"
+                raise ApiError(413, text, code="body_too_large")
+            yield b"".join(parts)
         finally:
-            self._incomplete.discard(limit)
-        return b"".join(parts)
+            self._held -= size
 
     async def _pace(self, count: int) -> None:
         now = time.monotonic()
@@ -242,23 +226,14 @@ class BodyIntake:
         if self._next - now > 0.005:
             await asyncio.sleep(self._next - now)
 
-    def _too_large(self) -> ApiError:
-        text = f"the body is larger than {self._most} bytes; upload pictures to /v1/files"
-        return ApiError(413, text, code="body_too_large")
-
     def refuse_incomplete(self) -> None:
         """The server closes: refuse bodies that have not arrived by now."""
-        now = asyncio.get_running_loop().time()
         for limit in self._incomplete:
             if not limit.expired():
-                limit.reschedule(now)
-
-    def done(self, body: bytes) -> None:
-        self._held -= len(body)
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def discard(self, receive: Receive) -> None:
-        """Read a refused body to its end for a while, so that its client listens. A client that
-        sends nothing more already listens."""
+        """Read a refused body for a while: a client that is still sending does not listen."""
         left, more = _DISCARDED * self._most, True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._service.config.body_timeout):
@@ -277,25 +252,7 @@ def closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
-def announced_by(scope: Scope) -> int | None:
-    headers = dict(scope["headers"])
-    if b"transfer-encoding" in headers:
-        return None
-    text = headers.get(b"content-length", b"0")
-    return int(text) if text.isdigit() else 0  # validated by the protocol
-
-
-errors = logging.getLogger("keepsight.server")
-
-_OPEN = {"/", "/health", "/docs", "/openapi.json"}  # paths that need no key
-_WHILE_CLOSING = {"/health", "/metrics"}
-ANSWERS = {  # the model works for these
-    *("/v1/chat/completions", "/v1/responses", "/v1/prepare"),
-    *("/v1/systemone", "/v1/decisions", "/v1/score", "/v1/rerank", "/v1/completions"),
-}
-_PER_SECOND, _AT_ONCE = 40, 20  # requests of one client while others are answered: each takes GIL
-_LONGEST_TURN = 25.0  # seconds
-_READING = 60.0  # seconds for clients that do not read, beside the time of an answer
+# -- one request -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -336,7 +293,7 @@ class Visit:
                 self.fields[f"{name}_ms"] = round(report.milliseconds[name], 1)
 
     def record(self) -> Record:
-        unused = self.unused.names()
+        unused, key = self.unused.names(), self.caller.key if self.caller is not None else None
         return {
             "time": round(time.time(), 3),
             "id": self.id,
@@ -344,20 +301,24 @@ class Visit:
             "path": self.path,
             "status": self.status,
             "ms": round(1e3 * (time.perf_counter() - self.begun), 1),
-            "key": self.caller.name if self.caller is not None else None,
+            "key": None if key is None else key.name,
             **self.fields,
             **({"unused": unused} if unused else {}),
         }
 
+    def problem(self, error: Exception) -> ApiError:
+        """The error for the client; unexpected ones go to the log with their traceback."""
+        problem = from_error(error)
+        if problem is None:
+            errors.error("%s: %s", self.id, "".join(traceback.format_exception(error)))
+            problem = ApiError(500, f"internal error; quote {self.id}", code="internal_error")
+        self.fields["error"] = problem.code
+        return problem
 
-def to_api_error(error: Exception, visit: Visit) -> ApiError:
-    """The error for the client; unexpected ones go to the log with their traceback."""
-    problem = from_error(error)
-    if problem is None:
-        errors.error("%s: %s", visit.id, "".join(traceback.format_exception(error)))
-        problem = ApiError(500, f"internal error; quote {visit.id}", code="internal_error")
-    visit.fields["error"] = problem.code
-    return problem
+
+def visit_of(request: Request) -> Visit:
+    visit: Visit = request.state.visit
+    return visit
 
 
 class RequestMiddleware:
@@ -374,8 +335,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         service, metrics = self._service, self._service.metrics
-        path = _shown_path(scope, self._paths)
-        visit = Visit(f"req_{uuid.uuid4().hex}", scope["method"], path, service)
+        visit = Visit(f"req_{uuid.uuid4().hex}", scope["method"], self._shown(scope), service)
         metrics.active.inc()
         service.active += 1
         try:
@@ -391,51 +351,66 @@ class RequestMiddleware:
             if service.config.log:
                 log.note(visit.record())
 
+    def _shown(self, scope: Scope) -> str:
+        """The path for logs and metrics: without ids, and one label for all unknown paths."""
+        path: str = scope["path"]
+        if path in self._paths:
+            return path
+        parts = path.split("/")
+        if path.startswith("/v1/") and len(parts) > 3:
+            parts[3] = "{id}"
+        shown = "/".join(parts)
+        return shown if shown in self._paths else "other"
+
     async def _through(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
-        complete = read = False
+        complete, read, headers = False, False, dict(scope["headers"])
 
         async def send_on(message: Message) -> None:
             nonlocal complete
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                headers = [*message.get("headers", ()), (b"x-request-id", visit.id.encode())]
-                if unused := visit.unused.header():
-                    headers.append((HEADER.encode(), unused.encode()))
-                message["headers"] = headers
+                added = [(b"x-request-id", visit.id.encode())]
+                if unused := visit.unused.names():
+                    added.append((HEADER.encode(), ", ".join(unused).encode()))
+                message["headers"] = [*message.get("headers", ()), *added]
             complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         async def receive_on() -> Message:
             nonlocal read
             message = await receive()
-            visit.gone |= message["type"] == "http.disconnect" and not complete
             read |= not message.get("more_body", False)
+            visit.gone |= message["type"] == "http.disconnect" and not complete
             return message
 
-        bodies = self._service.bodies
+        told = headers.get(b"content-length", b"0") if b"transfer-encoding" not in headers else b"0"
         try:
-            with self._admitted(scope, visit):
-                await self._turn(scope, visit)
-                body = await bodies.whole(receive_on, announced_by(scope))
-                await self._served(scope, visit, body, receive_on, send_on)
+            with self._admitted(scope, headers, visit):
+                await self._turn(visit.who().account if visit.caller else _account_of(scope))
+                async with self._service.bodies.whole(receive_on, int(told)) as body:
+                    await self._served(scope, visit, body, receive_on, send_on)
         except Exception as error:
             if isinstance(error, TimeoutError):
                 text = "the answer took too long, or was not read"
                 error = ApiError(504, text, code="timeout")
-            problem = to_api_error(error, visit)
+            problem = visit.problem(error)
             if not visit.status and not visit.gone:
                 if visit.caller is None:
                     with contextlib.suppress(ApiError):  # it is a refusal already
-                        await self._turn(scope, visit)
-                waits = not read and problem.status != 408  # its wait is over
-                rest = functools.partial(bodies.discard, receive_on) if waits else None
-                announced = announced_by(scope)
-                long = announced is None or announced > _LONG
-                await respond(send_on, problem, rest, long)
+                        await self._turn(_account_of(scope))
+                more = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}
+                sent = {**more.get(problem.status, {}), **problem.headers()}
+                answer = JSONResponse(problem.body(), problem.status, sent)
+                start: Message = {"type": "http.response.start", "status": problem.status}
+                await send_on({**start, "headers": answer.raw_headers})
+                rest: Message = {"type": "http.response.body"}
+                await send_on({**rest, "body": answer.body, "more_body": True})
+                if not read and problem.status != 408:  # its wait is over
+                    await self._service.bodies.discard(receive_on)
+                await send_on(rest)
 
-    async def _turn(self, scope: Scope, visit: Visit) -> None:
+    async def _turn(self, name: str) -> None:
         """While others are answered, one client's requests wait for each other."""
-        name = visit.caller.account if visit.caller is not None else account_from(_host(scope))
         others = self._answering.total() - self._answering[name]
         if others <= 0 or self._service.draining:
             return
@@ -452,6 +427,11 @@ class RequestMiddleware:
         self, scope: Scope, visit: Visit, body: bytes, receive: Receive, send: Send
     ) -> None:
         visit.size = len(body)
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Message:
+            return waiting.pop() if waiting else await receive()
+
         self._service.admitted += 1
         try:
             scope.setdefault("state", {})["visit"] = visit
@@ -459,28 +439,25 @@ class RequestMiddleware:
             async with asyncio.timeout(self._service.config.request_timeout + _READING):
                 # HEAD is served as GET: the connection leaves out the body.
                 method = "GET" if scope["method"] == "HEAD" else scope["method"]
-                await self._app({**scope, "method": method}, _replayed(body, receive), send)
+                await self._app({**scope, "method": method}, replayed, send)
         finally:
             self._service.admitted -= 1
-            self._service.bodies.done(body)
 
     @contextlib.contextmanager
-    def _admitted(self, scope: Scope, visit: Visit) -> Iterator[None]:
+    def _admitted(self, scope: Scope, headers: dict[bytes, bytes], visit: Visit) -> Iterator[None]:
         """Refuse who may not come in; count an answer of a key while it lasts."""
-        path, posts = scope["path"], scope["method"] == "POST"
+        path, method = scope["path"], scope["method"]
         if self._service.draining and path not in _WHILE_CLOSING:
             raise closing()
-        headers = dict(scope["headers"])
-        self._refuse_other_names(headers)
-        self._refuse_other_sites(scope["method"], headers)
-        if path in _OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS":
+        self._refuse_strangers(method, headers)
+        if path in _OPEN or path.startswith("/page/") or method == "OPTIONS":
             yield
             return
         shown = headers.get(b"authorization", b"").decode("latin-1")
-        visit.caller = caller = self._service.callers.find(shown or None, _host(scope))
+        visit.caller = caller = self._service.callers.find(shown, _account_of(scope))
         account.set(caller.account)
-        answers = posts and path in ANSWERS
-        if posts and path.startswith("/v1/"):
+        answers = method == "POST" and path in ANSWERS
+        if method == "POST" and path.startswith("/v1/"):
             caller.admit(answers)
         caller.answering += answers
         self._answering[caller.account] += answers
@@ -491,89 +468,40 @@ class RequestMiddleware:
             self._answering[caller.account] -= answers
             self._answering += Counter()  # without those that are zero
 
-    def _refuse_other_names(self, headers: dict[bytes, bytes]) -> None:
-        """A site may point its own name to this machine (DNS rebinding). Then its page has the
-        origin of this server and may read everything that a server without keys shows."""
-        config = self._service.config
-        if config.keys or not is_loopback(config.host):
-            return
-        name = host_of(headers.get(b"host", b"").decode("latin-1"))
-        known = {host_of(origin.partition("//")[2]) for origin in config.allow_origin}
-        if not (is_own_name(name) or name in known or "*" in config.allow_origin):
-            text = f"this server is not called {name[:100]!r}; see --allow-origin"
-            raise ApiError(403, text, code="host_not_allowed")
-
-    def _refuse_other_sites(self, method: str, headers: dict[bytes, bytes]) -> None:
+    def _refuse_strangers(self, method: str, headers: dict[bytes, bytes]) -> None:
         """A page of another site may make a browser send requests, although it cannot read the
-        answers. Without keys, reaching the server is all that is needed."""
+        answers. A site may also point its own name to this machine (DNS rebinding): then its page
+        has the origin of this server and may read everything that a server without keys shows."""
+        config = self._service.config
+        host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if not origin or method in ("GET", "HEAD", "OPTIONS"):
+        if "*" in config.allow_origin:
             return
-        allowed = self._service.config.allow_origin
-        own = origin.partition("//")[2] == headers.get(b"host", b"").decode("latin-1")
-        if not (own or origin in allowed or "*" in allowed):
+        here = _address(config.host)
+        if not config.keys and (config.host == "localhost" if here is None else here.is_loopback):
+            name = _host_of(host)
+            own = "." not in name or name.endswith(_OWN) or _address(name) is not None
+            if not own and name not in (
+                _host_of(o.partition("//")[2]) for o in config.allow_origin
+            ):
+                text = f"this server is not called {name[:100]!r}; see --allow-origin"
+                raise ApiError(403, text, code="host_not_allowed")
+        allowed = method in ("GET", "HEAD", "OPTIONS") or origin in ("", *config.allow_origin)
+        if not allowed and origin.partition("//")[2] != host:
             text = "requests from pages of other sites are not allowed; see --allow-origin"
             raise ApiError(403, text, code="origin_not_allowed")
 
 
-def _host(scope: Scope) -> str:
-    """The client's address, from a trusted proxy or the connection."""
-    return str((scope.get("client") or ("",))[0])
-
-
-def _shown_path(scope: Scope, known: set[str]) -> str:
-    """The path for logs and metrics: without ids, and one label for all unknown paths."""
-    path: str = scope["path"]
-    if path in known:
-        return path
-    parts = path.split("/")
-    if path.startswith("/v1/") and len(parts) > 3:
-        parts[3] = "{id}"
-    shown = "/".join(parts)
-    return shown if shown in known else "other"
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body once, then the connection's own events."""
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return receive_again
-
-
-async def respond(
-    send: Send, problem: ApiError, rest: Callable[[], Awaitable[None]] | None, long: bool
-) -> None:
-    """Send an error as a response without waiting for the rest of the body. After a long body the
-    connection is closed."""
-    body = json.dumps(problem.body()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    if problem.status in (408, 413) or (rest is not None and long):
-        headers["connection"] = "close"  # part of the body may be unread
-    if problem.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    headers |= problem.headers()
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": problem.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body, "more_body": rest is not None})
-    if rest is not None:
-        await rest()
-        await send({"type": "http.response.body", "body": b""})
-
-
-def visit_of(request: Request) -> Visit:
-    visit: Visit = request.state.visit
-    return visit
+def _host_of(text: str) -> str:
+    text = text.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")
 
 
 # -- routes with bodies ------------------------------------------------------------------------
 
-B = TypeVar("B", bound=BaseModel)
-MOST_VALUES = 500_000  # commas and brackets in a body; no model reads a text with so many
 BODIES: dict[type[BaseModel], None] = {}  # all kinds, in the order of their routes
-_SMALL_BODY = 1 << 14  # bytes that are parsed at once, faster than in a thread
 
 
 def posts(
@@ -586,15 +514,20 @@ def posts(
         async def endpoint(request: Request) -> Response:
             visit, data = visit_of(request), await request.body()
 
-            async def work() -> Response:
-                body = await _beside(visit, lambda: parsed(kind, data, request.headers, visit))
+            async def beside(work: Callable[[], T]) -> T:
+                if visit.size <= _SMALL_BODY:
+                    return work()
+                return await visit.service.threads.run(work, large=visit.size > LARGE_BODY)
+
+            async def answer() -> Response:
+                body = await beside(lambda: parsed(kind, data, request.headers, visit))
                 visit.service.model.check_name(getattr(body, "model", None))
                 made = await handler(body, visit)
                 if isinstance(made, Response):
                     return made
-                return await _beside(visit, lambda: JSONResponse(made))
+                return await beside(lambda: JSONResponse(made))
 
-            return await unless_gone(request, work(), visit)
+            return await _unless_gone(request, answer(), visit)
 
         endpoint.__doc__ = handler.__doc__
         BODIES[kind] = None
@@ -613,13 +546,6 @@ def posts(
     return add
 
 
-async def _beside(visit: Visit, work: Callable[[], T]) -> T:
-    """Work on a body where nobody waits for it."""
-    if visit.size <= _SMALL_BODY:
-        return work()
-    return await visit.service.threads.run(work, large=visit.size > LARGE_BODY)
-
-
 def parsed(kind: type[B], data: bytes, headers: Mapping[str, str], visit: Visit | None = None) -> B:
     """A body as its record; without one, all fields are left out. Unknown fields go to `visit`."""
     sent_as = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -632,7 +558,7 @@ def parsed(kind: type[B], data: bytes, headers: Mapping[str, str], visit: Visit 
         value = from_json(data.removeprefix(codecs.BOM_UTF8) or b"{}", allow_inf_nan=False)
         body = kind.model_validate(value)
     except ValidationError as error:
-        raise from_validation(error.errors(include_url=False), kind) from None
+        raise from_validation(error.errors(include_url=False), kind.model_fields) from None
     except ValueError as error:
         packed = headers.get("content-encoding", "identity")
         sent = "" if packed == "identity" else f"; its Content-Encoding is {packed[:50]!r}"
@@ -648,10 +574,14 @@ def parsed(kind: type[B], data: bytes, headers: Mapping[str, str], visit: Visit 
     return body
 
 
-async def unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
+async def _unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
     """The result of some work, which is cancelled when the client hangs up."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(request))
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -663,8 +593,3 @@ async def unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 from threading import Lock
-from typing import Literal
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -25,21 +23,32 @@ from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
 from keepsight.models.loading import DEMOS
 from keepsight.server import cache, chat, completions, decisions, files, responses, schema, site
-from keepsight.server.access import ANSWERS, BODIES, RequestMiddleware, to_api_error, visit_of
+from keepsight.server.access import ANSWERS, BODIES, RequestMiddleware, visit_of
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.responses import in_its_words
-from keepsight.server.schema import HEADER
 from keepsight.server.service import Service
 
-_ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
+_TEXT, _OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_PARTS = {"message": _TEXT, "type": _TEXT, "param": _OR_NULL, "code": _OR_NULL}
+_INNER = {"type": "object", "required": [*_PARTS], "properties": _PARTS}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNER}}
+_REFUSED: dict[int | str, Record] = {
+    "default": {
+        "description": "A refusal; with 429 and 503, Retry-After says when to come again.",
+        "content": {"application/json": {"schema": _ERROR}},
+    }
+}
+_CLOSING: dict[int | str, Record] = {
+    503: {"description": "The server is shutting down.", "content": {"application/json": {}}}
+}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
 
 
 def build(service: Service) -> ASGIApp:
     app = FastAPI(
         title="Keepsight",
         version=__version__,
-        description=_ABOUT,
+        description="An OpenAI-compatible server over a vision-language model that remembers.",
         redoc_url=None,
         openapi_url=None,
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
@@ -49,7 +58,7 @@ def build(service: Service) -> ASGIApp:
         room.routes(service) for room in (chat, responses, completions, decisions, files, cache)
     ]
     for router in routers:
-        app.include_router(router, responses=_REFUSALS)
+        app.include_router(router, responses=_REFUSED)
     app.include_router(site.routes(demo=service.model.name in DEMOS))
     _plain_routes(app, service)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
@@ -63,7 +72,7 @@ def build(service: Service) -> ASGIApp:
             allow_origins=service.config.allow_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients send many of their own, and cookies mean nothing
-            expose_headers=["x-request-id", "retry-after", HEADER],
+            expose_headers=["x-request-id", "retry-after", schema.HEADER],
         )
     return outer
 
@@ -71,9 +80,11 @@ def build(service: Service) -> ASGIApp:
 def _schema(app: FastAPI, model: str) -> Record:
     made = app.openapi()
     parts = made.setdefault("components", {}).setdefault("schemas", {})
-    kinds: list[tuple[type[BaseModel], Literal["validation"]]]
-    kinds = [(kind, "validation") for kind in BODIES]
-    bodies = models_json_schema(kinds, ref_template="#/components/schemas/{model}")[1]
+    for name in ("HTTPValidationError", "ValidationError"):
+        parts.pop(name, None)
+    bodies = models_json_schema(
+        [(kind, "validation") for kind in BODIES], ref_template="#/components/schemas/{model}"
+    )[1]
     parts |= bodies["$defs"]
     for part in parts.values():
         if "model" in part.get("properties", {}):
@@ -82,8 +93,6 @@ def _schema(app: FastAPI, model: str) -> Record:
         fields = parts[kind.__name__]["properties"]
         for word, why in (("Refused", kind.REFUSED), ("Accepted, not used", kind.IGNORED)):
             fields |= {name: {"description": f"{word}: {reason}."} for name, reason in why.items()}
-    for name in ("HTTPValidationError", "ValidationError"):
-        parts.pop(name, None)
     for path in made["paths"].values():
         for operation in path.values():
             operation.get("responses", {}).pop("422", None)  # invalid requests get a 400
@@ -110,7 +119,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         tags=["server"],
         operation_id="metrics",
         response_class=PlainTextResponse,
-        responses=_REFUSALS,
+        responses=_REFUSED,
     )
     async def metrics(request: Request) -> Response:
         """Counters and times for Prometheus; with API keys, for an administrator only."""
@@ -118,79 +127,42 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(403, "metrics cover all keys: they need an administrator's key")
         return Response(await service.threads.wait(service.metrics.text), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
+    @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSED)
     async def models() -> Record:
         """The list of models: the one that is served."""
         return {"object": "list", "data": [service.model.as_json()]}
 
-    @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
+    @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSED)
     async def model(name: str) -> Record:
         """The model by its name."""
         service.model.check_name(name)
         return service.model.as_json()
 
 
-_TEXT, _OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
-_PARTS = {"message": _TEXT, "type": _TEXT, "param": _OR_NULL, "code": _OR_NULL}
-_INNER = {"type": "object", "required": [*_PARTS], "properties": _PARTS}
-_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNER}}
-_REFUSALS: dict[int | str, Record] = {
-    code: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
-    for code, text in {
-        400: "Something in the request cannot be used.",
-        401: "No key, or an unknown one.",
-        403: "This key may not do that.",
-        404: "Not found, for this key.",
-        408: "The body took too long.",
-        413: "Too large.",
-        429: "Too many requests; see Retry-After.",
-        503: "The server is shutting down or has no room.",
-    }.items()
-}
-
-
-_CLOSING: dict[int | str, Record] = {
-    503: {"description": "The server is shutting down.", "content": {"application/json": {}}}
-}
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     """The response for any error, in OpenAI's form."""
-    problem = _problem(request, error) or to_api_error(error, visit_of(request))
-    if request.url.path == "/v1/responses":
-        problem = in_its_words(problem)
-    visit_of(request).fields["error"] = problem.code
-    allowed = getattr(error, "headers", None) if isinstance(error, HTTPException) else None
-    headers = {**(allowed or {}), **problem.headers()}
-    return JSONResponse(problem.body(), problem.status, headers=headers)
-
-
-def _problem(request: Request, error: Exception) -> ApiError | None:
+    path, visit, headers = request.url.path, visit_of(request), {}
     if isinstance(error, RequestValidationError):  # of an address; bodies are checked apart
-        return from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
-    if not isinstance(error, HTTPException):
-        return None
-    path = request.url.path
-    texts = {
-        404: f"there is nothing at {path[:200]!r}; see /docs",
-        405: "this method is not allowed here",
-    }
-    text = texts.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
+        error = from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
+    elif isinstance(error, HTTPException):
+        status, headers = error.status_code, dict(error.headers or {})
+        text = {
+            404: f"there is nothing at {path[:200]!r}; see /docs",
+            405: "this method is not allowed here",
+        }.get(status, str(error.detail))
+        error = ApiError(status, text, code=_HTTP_CODES.get(status))
+    problem = visit.problem(error)
+    if path == "/v1/responses":
+        problem = responses.in_its_words(problem)
+    return JSONResponse(problem.body(), problem.status, headers={**headers, **problem.headers()})
 
 
 async def _only_known(request: Request) -> None:  # a thread costs more than this
     """Refuse unknown query parameters; only report them on routes for answers."""
     path = request.url.path
-    if not path.startswith("/v1/"):
-        return
     known = {field.alias for field in request.scope["route"].dependant.query_params}
-    unused = visit_of(request).unused
-    for name in request.query_params:
+    for name in request.query_params if path.startswith("/v1/") else ():
         if name not in known and path not in ANSWERS:
             raise unknown(name, known)
         if name not in known:
-            unused.add(f"?{name}", "unknown; see /docs")
-
-
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
+            visit_of(request).unused.add(f"?{name}", "unknown; see /docs")

@@ -40,7 +40,7 @@ _TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that de
 _MOST = 1000  # most pictures of a store that are listed
 _ONLY = "a .keep file holds only messages and pictures"
 _PIECE = 1 << 20  # bytes sent at once
-Held = list[Record] | list[Medium]  # a conversation, or its media
+_Salt = Annotated[Salt | None, Query()]
 _FILE: dict[int | str, Record] = {
     200: {"content": {"application/octet-stream": {}}, "description": "A `.keep` file."}
 }
@@ -54,7 +54,12 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
+# -- reports and files of conversations ------------------------------------------------------------
+
+
 def _add_reports(router: APIRouter, service: Service) -> None:
+    together, threads = service.together, service.threads
+
     async def reported(
         body: Rendering, visit: Visit, call: Callable[..., Awaitable[Report]]
     ) -> Record:
@@ -73,19 +78,14 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         """The report that an answer would get, without running the model."""
 
         def look(messages: list[Record], **options: object) -> Awaitable[Report]:
-            work = functools.partial(service.scheduler.together.explain, messages, **options)
-            return service.threads.run(work, is_large(messages))
+            work = functools.partial(together.explain, messages, **options)
+            return threads.run(work, is_large(messages))
 
         return await reported(body, visit, look)
 
-    @posts(
-        router,
-        "/v1/cache/save",
-        Rendering,
-        "cache_save",
-        response_class=StreamingResponse,
-        responses=_FILE,
-    )
+    more = {"response_class": StreamingResponse, "responses": _FILE}
+
+    @posts(router, "/v1/cache/save", Rendering, "cache_save", **more)
     async def save(body: Rendering, visit: Visit) -> StreamingResponse:
         """A conversation with features and states as a `.keep` file, computed if missing."""
         for name in _TEMPLATE:
@@ -95,13 +95,11 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         if template:  # of fields for thinking
             raise refused("chat_template_kwargs", _ONLY)
         # Pictures are opened and prompts computed where no other client's tokens wait for them.
-        named = await service.threads.run(
-            lambda: service.scheduler.together.named(given, tenant), is_large(given)
-        )
+        named = await threads.run(lambda: together.named(given, tenant), is_large(given))
         await service.prepare(named, visit, tenant=tenant or None)
         session = Session(service.vlm.runtime, tenant=tenant)
         session.messages = [_of_session(message) for message in named]
-        parts = await service.scheduler.change_cache(lambda: list(keep_file.spelled(session)))
+        parts = await service.change_cache(lambda: list(keep_file.spelled(session)))
         headers = {
             "content-disposition": 'attachment; filename="conversation.keep"',
             "content-length": str(sum(map(len, parts))),
@@ -114,39 +112,79 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
+def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
+    """The library's options for the fields besides messages that decide a prompt."""
+    options = {"tenant": tenant, "template_kwargs": template, "tools": tools_of(body.shown_tools)}
+    return {name: value for name, value in options.items() if value}
+
+
+def _of_session(message: Record) -> Record:
+    """A message in a session's form: text as a part, and only pictures as media."""
+    content = message["content"]
+    if isinstance(content, str) and message["role"] != "system":
+        content = [{"type": "text", "text": content}]
+    for part in content if isinstance(content, list) else ():
+        if part["type"] not in ("text", "image"):
+            raise refused("messages", f"a .keep file holds pictures, and no {part['type']}")
+    return {"role": message["role"], "content": content}
+
+
+# -- pictures and conversations that are held ------------------------------------------------------
+
+
 def _add_held(router: APIRouter, service: Service) -> None:
-    change = service.scheduler.change_cache
+    vlm, change = service.vlm, service.change_cache
+
+    async def meant(
+        body: HeldRequest, visit: Visit, learn: bool
+    ) -> tuple[list[Record] | list[Medium], Options, list[Record]]:
+        """What a request with messages means, the library's options, and its messages."""
+        if body.messages is None:
+            raise invalid("messages", "give messages, or images by their keys")
+        if body.pictures_only:
+            _refuse_with(body, "pictures_only", *_TEMPLATE)
+        fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
+        rendering = Rendering.model_construct(**{name: getattr(body, name) for name in fields})
+        given, template, tenant = await service.rendering(rendering, visit)
+        # Pictures are opened here, where no client's tokens wait for them.
+        named = await service.threads.run(
+            lambda: service.together.named(given, tenant, learn), is_large(given)
+        )
+        what = [medium for _, medium in _media_in(named)] if body.pictures_only else named
+        if not what:
+            raise ApiError(400, "there is no picture in these messages", param="messages")
+        return what, _options_of(rendering, template, tenant), named
+
+    def keys_of(messages: list[Record], tenant: str) -> list[str]:
+        with vlm.runtime.lock:
+            vlm.runtime.refresh(tenant=tenant)
+            vision = vlm.runtime.vision_of(tenant)
+            return [vision.name(medium, kind).key for kind, medium in _media_in(messages)]
 
     @router.get("/v1/cache/images", operation_id="cache_images")
-    async def images(
-        request: Request, cache_salt: Annotated[Salt | None, Query()] = None, stored: bool = False
-    ) -> Record:
+    async def images(request: Request, cache_salt: _Salt = None, stored: bool = False) -> Record:
         """The pictures with features in memory, by key, for one tenant; with `stored` also those
         that only the store has, the most recently used first, at most a thousand of them."""
         tenant = visit_of(request).who().salted(cache_salt)
-
-        def work() -> list[Record]:
-            held = _held(service, tenant)
-            return held + (_stored(service, tenant, held) if stored else [])
-
-        return {"object": "list", "data": await change(work)}
+        return {"object": "list", "data": await change(lambda: _rows(service, tenant, stored))}
 
     @posts(router, "/v1/cache/pin", PinRequest, "cache_pin")
     async def pin(body: PinRequest, visit: Visit) -> Record:
         """Pin pictures or a whole conversation. What messages need and is missing is computed; a
         picture given by key must be remembered."""
+        tenant = visit.who().salted(body.cache_salt)
         if body.images is not None:
-            keys, tenant = _by_keys(body, body.images, visit)
+            keys = _keys_in(body, body.images)
             await change(lambda: _pin_images(service, keys, tenant, pinned=body.pinned))
         else:
-            what, options, tenant, named = await _in_messages(service, body, visit, learn=True)
+            what, options, named = await meant(body, visit, learn=True)
             # Computed in turn with other requests; unpinning matches the whole path too.
             if not body.pictures_only:
                 await service.prepare(named, visit, **options)
 
             def keep() -> list[str]:
-                keys = _keys(service, named, tenant)
-                service.vlm.pin(what, body.pinned, **options)
+                keys = keys_of(named, tenant)
+                vlm.pin(what, body.pinned, **options)
                 return keys
 
             keys = await change(keep)
@@ -155,49 +193,95 @@ def _add_held(router: APIRouter, service: Service) -> None:
     @posts(router, "/v1/cache/delete", HeldRequest, "cache_delete")
     async def delete(body: HeldRequest, visit: Visit) -> Record:
         """Remove pictures, or a whole conversation, and everything computed from them."""
+        tenant = visit.who().salted(body.cache_salt)
         if body.images is not None:
-            keys, tenant = _by_keys(body, body.images, visit)
-            freed = await change(lambda: pins.delete_images(service.vlm.runtime, keys, tenant))
+            keys = _keys_in(body, body.images)
+            freed = await change(lambda: pins.delete_images(vlm.runtime, keys, tenant))
         else:
-            what, options, tenant, named = await _in_messages(service, body, visit)
+            what, options, named = await meant(body, visit, learn=False)
             keys, freed = await change(
-                lambda: (_keys(service, named, tenant), service.vlm.delete(what, **options))
+                lambda: (keys_of(named, tenant), vlm.delete(what, **options))
             )
         return {"object": "cache.delete", "bytes_freed": freed, "images": keys}
 
 
-def _by_keys(body: HeldRequest, images: list[str], visit: Visit) -> tuple[list[str], str]:
-    """The keys that are meant, and the tenant."""
+def _keys_in(body: HeldRequest, images: list[str]) -> list[str]:
     if body.messages is not None:
         raise invalid("images", "give either images by their keys, or messages")
     _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
-    return list(dict.fromkeys(images)), visit.who().salted(body.cache_salt)
+    return list(dict.fromkeys(images))
 
 
-async def _in_messages(
-    service: Service, body: HeldRequest, visit: Visit, learn: bool = False
-) -> tuple[Held, Options, str, list[Record]]:
-    """What a request with messages means, the library's options, the tenant, and its messages."""
-    if body.messages is None:
-        raise invalid("messages", "give messages, or images by their keys")
-    if body.pictures_only:
-        _refuse_with(body, "pictures_only", *_TEMPLATE)
-    fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
-    rendering = Rendering.model_construct(**{name: getattr(body, name) for name in fields})
-    given, template, tenant = await service.rendering(rendering, visit)
-    # Pictures are opened here, where no client's tokens wait for them.
-    named = await service.threads.run(
-        lambda: service.scheduler.together.named(given, tenant, learn), is_large(given)
-    )
-    what = [medium for _, medium in _media_in(named)] if body.pictures_only else named
-    if not what:
-        raise ApiError(400, "there is no picture in these messages", param="messages")
-    return what, _options_of(rendering, template, tenant), tenant, named
+def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
+    """Refuse fields that mean nothing together with another."""
+    for name in names:
+        if getattr(body, name):
+            raise refused(name, f"only goes with whole messages; leave it out with {field}")
+
+
+def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> None:
+    for key, is_known in pins.are_known(service.vlm.runtime, keys, tenant).items():
+        if not is_known:  # check all of them first, so that a refusal changes nothing
+            raise ApiError(
+                404,
+                f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
+                "messages, or a key that /v1/cache/images lists",
+                param="images",
+                code="image_not_found",
+            )
+    pins.pin_images(service.vlm.runtime, keys, pinned, tenant)
+
+
+def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
+    """(kind, medium) for each medium of gathered messages."""
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] != "text":
+                yield part["type"], part[part["type"]]
+
+
+def _rows(service: Service, tenant: str, stored: bool) -> list[Record]:
+    """The pictures in memory; with `stored` also those that only the store has, which are not
+    opened, so that nothing is known of their tokens and kinds."""
+    runtime = service.vlm.runtime
+    packages, store = runtime.caches.packages, runtime.store_of(tenant)
+    with runtime.lock:
+        held = [(package, packages.pinned(tenant, key)) for key, package in packages.items(tenant)]
+    rows: list[Record] = [
+        {
+            "key": package.key,
+            "kind": package.modality,
+            "tokens": package.tokens,
+            "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
+            "pinned": pinned,
+            "tier": "memory",
+        }
+        for package, pinned in held
+    ]
+    if store is None or not stored:
+        return rows
+    nearer = {row["key"] for row in rows}
+    entries = (e for e in store.entries() if e.kind == "package" and e.media)
+    new = (entry for entry in entries if entry.media[0] not in nearer)
+    return rows + [
+        {
+            "key": entry.media[0],
+            "kind": None,
+            "tokens": None,
+            "bytes": entry.nbytes,
+            "pinned": entry.pinned,
+            "tier": store.tier("package", entry.key),
+        }
+        for entry in heapq.nlargest(_MOST, new, operator.attrgetter("used"))
+    ]
+
+
+# -- all that is remembered ------------------------------------------------------------------------
 
 
 def _add_whole(router: APIRouter, service: Service) -> None:
     @router.get("/v1/cache/stats", operation_id="cache_stats")
-    async def stats(request: Request, cache_salt: Annotated[Salt | None, Query()] = None) -> Record:
+    async def stats(request: Request, cache_salt: _Salt = None) -> Record:
         """Bytes and counts of one tenant; of all for an administrator without a salt."""
         caller = visit_of(request).who()
         everyone = caller.admin and cache_salt is None
@@ -209,7 +293,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             stats["files"] = {"bytes": sum(files), "files": len(files)}
             if everyone:
                 stats["runtime"] = service.vlm.chosen_runtime
-                stats["scheduler"] = service.scheduler.together.stats()
+                stats["scheduler"] = service.together.stats()
             made: Record = json.loads(json.dumps(stats, default=str))
             return {"object": "cache.stats", "everyone": everyone, **made}
 
@@ -223,9 +307,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         if body.everyone and body.cache_salt is not None:
             raise ApiError(400, "give either everyone or cache_salt", param="everyone")
         whose = None if body.everyone else visit.who().salted(body.cache_salt)
-        await service.scheduler.change_cache(
-            lambda: pins.clear(service.vlm.runtime, whose, body.store)
-        )
+        await service.change_cache(lambda: pins.clear(service.vlm.runtime, whose, body.store))
         service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
 
@@ -234,110 +316,10 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         """Answer when everything remembered so far is safe on the disk; otherwise the error says
         what is not. It covers all tenants, so with API keys it needs an administrator's."""
         if not visit_of(request).who().admin:
-            raise ApiError(
-                403, "flushing is for all keys together: it needs an administrator's key"
-            )
-        stored = service.vlm.runtime.store is not None
+            text = "flushing is for all keys together: it needs an administrator's key"
+            raise ApiError(403, text)
         try:
             await service.threads.wait(service.vlm.flush)
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
-        return {"object": "cache.flush", "stored": stored}
-
-
-def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
-    for key, is_known in pins.are_known(service.vlm.runtime, keys, tenant).items():
-        if not is_known:  # check all of them first, so that a refusal changes nothing
-            raise ApiError(
-                404,
-                f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
-                "messages, or a key that /v1/cache/images lists",
-                param="images",
-                code="image_not_found",
-            )
-    pins.pin_images(service.vlm.runtime, keys, pinned, tenant)
-    return len(keys)
-
-
-def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
-    """(kind, medium) for each medium of gathered messages."""
-    for message in messages:
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            if part["type"] != "text":
-                yield part["type"], part[part["type"]]
-
-
-def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
-    vlm = service.vlm
-    with vlm.runtime.lock:
-        vlm.runtime.refresh(tenant=tenant)
-        vision = vlm.runtime.vision_of(tenant)
-        return [vision.name(medium, kind).key for kind, medium in _media_in(messages)]
-
-
-def _held(service: Service, tenant: str) -> list[Record]:
-    vlm = service.vlm
-    packages = vlm.runtime.caches.packages
-    with vlm.runtime.lock:
-        held = [(package, packages.pinned(tenant, key)) for key, package in packages.items(tenant)]
-    return [
-        {
-            "key": package.key,
-            "kind": package.modality,
-            "tokens": package.tokens,
-            "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
-            "pinned": pinned,
-            "tier": "memory",
-        }
-        for package, pinned in held
-    ]
-
-
-def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
-    """Pictures that only the store has: without tokens and kinds, and unopened."""
-    store = service.vlm.runtime.store_of(tenant)
-    if store is None:
-        return []
-    nearer = {row["key"] for row in held}
-    entries = (e for e in store.entries() if e.kind == "package" and e.media)
-    key = operator.attrgetter("used")
-    newest = heapq.nlargest(_MOST, (e for e in entries if e.media[0] not in nearer), key)
-    return [
-        {
-            "key": entry.media[0],
-            "kind": None,
-            "tokens": None,
-            "bytes": entry.nbytes,
-            "pinned": entry.pinned,
-            "tier": store.tier("package", entry.key),
-        }
-        for entry in newest
-    ]
-
-
-def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
-    """The library's options for the fields besides messages that decide a prompt."""
-    options: Options = {"tenant": tenant} if tenant else {}
-    if template:
-        options["template_kwargs"] = template
-    if body.shown_tools:
-        options["tools"] = tools_of(body.shown_tools)
-    return options
-
-
-def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
-    """Refuse fields that mean nothing together with another."""
-    for name in names:
-        if getattr(body, name):
-            raise refused(name, f"only goes with whole messages; leave it out with {field}")
-
-
-def _of_session(message: Record) -> Record:
-    """A message in a session's form: text as a part, and only pictures as media."""
-    content = message["content"]
-    if isinstance(content, str) and message["role"] != "system":
-        content = [{"type": "text", "text": content}]
-    for part in content if isinstance(content, list) else ():
-        if part["type"] not in ("text", "image"):
-            raise refused("messages", f"a .keep file holds pictures, and no {part['type']}")
-    return {"role": message["role"], "content": content}
+        return {"object": "cache.flush", "stored": service.vlm.runtime.store is not None}

@@ -6,80 +6,44 @@ Prompts of one request that begin alike share what they have in common.
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from fastapi import APIRouter
-from pydantic import Field
 
 from keepsight.core.call import Call
 from keepsight.core.order import Order
 from keepsight.core.sequence import Sequence as Answer
-from keepsight.core.structured.formats import Format
 from keepsight.kinds import Record
 from keepsight.models.families.pixels import embedding_of
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.lengths import context_length
 from keepsight.questions.score import Scored, score_tokens
-from keepsight.report import GroupReport, Report, Usage
+from keepsight.report import Report, Usage
 from keepsight.server.access import Visit, posts
 from keepsight.server.chat import counts
-from keepsight.server.decisions import on_errand
 from keepsight.server.errors import invalid
 from keepsight.server.forms import text_form
 from keepsight.server.sampling import Recorder, Sampling, sampling
-from keepsight.server.schema import AnswerOptions, Body, ChatMessage, Rendering, Text, Tokens
+from keepsight.server.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from keepsight.system.words import check_text
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-MOST_PROMPTS = 1024
 _USUAL = 16  # tokens, if a request does not say, as in OpenAI's API
 
 # The tokens of a stretch, their log-probabilities, and the likeliest ones at each place.
-Chances = list[tuple[int, float | None, dict[int, float] | None]]
-
-
-class CompletionRequest(AnswerOptions):
-    """The body of `/v1/completions`: one prompt or many, as texts or token ids."""
-
-    IGNORED: ClassVar[dict[str, str]] = {"metadata": "answers are not stored"}
-    REFUSED: ClassVar[dict[str, str]] = {
-        "best_of": "of several answers all are given",
-        "suffix": "answers only go on behind a prompt",
-        "n": "one answer is given to each prompt; send the prompt several times",
-        "prompt_logprobs": "send echo and logprobs",
-        "response_format": "send structured_outputs, or a field such as guided_json",
-    }
-
-    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=MOST_PROMPTS)]
-    max_tokens: Tokens | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_special_tokens: bool | None = None
-
-
-class TokenizeRequest(Rendering):
-    """The body of `/tokenize`: a text, or messages as `/v1/chat/completions` takes them."""
-
-    messages: list[ChatMessage] | None = None  # type: ignore[assignment]
-    prompt: Text | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+Chances = list[tuple[int, float | None, dict[int, float]]]
 
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["answers"])
+    threads, tokenizer = service.threads, service.model.tokenizer
 
     @posts(router, "/v1/completions", CompletionRequest, "completions")
     async def completions(body: CompletionRequest, visit: Visit) -> object:
@@ -87,8 +51,8 @@ def routes(service: Service) -> APIRouter:
         if body.stream:
             raise invalid("stream", "completions are not streamed here; see /v1/chat/completions")
         work = _Completions(service, body, visit)
-        await service.threads.run(work.prepare, large=True)
-        made = await on_errand(service, visit, work.run)
+        await threads.run(work.prepare, large=True)
+        made = await service.on_errand(visit, work.run)
         visit.who().spend(work.usage().total_tokens)
         visit.answered(work.usage(), Report(), "stop")
         return made
@@ -100,32 +64,26 @@ def routes(service: Service) -> APIRouter:
             raise invalid("prompt", "expected either a prompt or messages")
         if (text := body.prompt) is not None:
             special = body.add_special_tokens is not False
-            found = await service.threads.run(
-                lambda: _encoded(service, text, special, "prompt"), large=True
-            )
+            found = await threads.run(lambda: _encoded(service, text, special, "prompt"), True)
         else:
             messages, template, tenant = await service.rendering(body, visit)
             given = (service.vlm.runtime, messages, Call(tenant, template, {}))
-            found = await service.threads.wait(lambda: Order(*given).rendered().prompt.ids.tolist())
-        names = service.model.tokenizer.convert_ids_to_tokens
-        strings = (
-            await service.threads.run(lambda: names(found)) if body.return_token_strs else None
-        )
-        longest = context_length(service.vlm.model)
-        return {
-            "count": len(found), "max_model_len": longest, "tokens": found, "token_strs": strings
-        }  # fmt: skip
+            found = await threads.wait(lambda: Order(*given).rendered().prompt.ids.tolist())
+        made: Record = {"count": len(found), "max_model_len": context_length(service.vlm.model)}
+        made |= {"tokens": found, "token_strs": None}
+        if body.return_token_strs:
+            made["token_strs"] = await threads.run(lambda: tokenizer.convert_ids_to_tokens(found))
+        return made
 
     @posts(router, "/detokenize", DetokenizeRequest, "detokenize")
     async def detokenize(body: DetokenizeRequest, visit: Visit) -> object:
         """The text of tokens."""
 
-        def decode() -> str:
+        def decode() -> Record:
             _check_ids(body.tokens, service, "tokens")
-            text: str = service.model.tokenizer.decode(body.tokens)
-            return text
+            return {"prompt": tokenizer.decode(body.tokens)}
 
-        return {"prompt": await service.threads.run(decode, large=True)}
+        return await threads.run(decode, large=True)
 
     return router
 
@@ -154,19 +112,17 @@ class _Completions:
     def __init__(self, service: Service, body: CompletionRequest, visit: Visit) -> None:
         self._service, self._body, self._visit = service, body, visit
         self._runtime, self._tenant = service.vlm.runtime, visit.who().salted(body.cache_salt)
-        self._form: Format | None = None
+        self._most = _USUAL if body.max_tokens is None else body.max_tokens
+        self._sampling = Sampling({})
         self._texts: list[str] = []
         self._prompts: list[Prompt] = []
         self._scored: list[Scored | None] = []
-        self._answers: list[Answer] = []
-        self._recorders: list[Recorder | None] = []
-        self._group: GroupReport | None = None
-        self._most = _USUAL if body.max_tokens is None else body.max_tokens
-        self._sampling = Sampling({})
+        self._answers: list[tuple[Answer, Recorder | None]] = []
+        self._cached = 0
 
     def prepare(self) -> None:
+        """Read the prompts and options; in a thread."""
         body, model = self._body, self._service.model
-        self._form = text_form(body, self._visit.unused)
         if self._most:
             changed = {"logprobs": body.logprobs is not None, "top_logprobs": body.logprobs or 0}
             as_chat = body.model_copy(update={**changed, "max_tokens": self._most})
@@ -177,46 +133,45 @@ class _Completions:
         placed = set(self._runtime.family.placeholders.values())
         for number, one in enumerate(several):
             place = f"prompt[{number}]" if len(several) > 1 else "prompt"
-            ids = self._ids(one, place)
+            if isinstance(one, str):
+                special = body.add_special_tokens is not False
+                ids, text = _encoded(self._service, one, special, place), one
+            else:
+                ids = list(one)  # type: ignore[arg-type]
+                _check_ids(ids, self._service, place)
+                text = model.tokenizer.decode(ids)
+            if not ids:
+                raise invalid(place, f"{place} is empty")
             if found := placed.intersection(ids):
                 word = model.tokenizer.convert_ids_to_tokens(min(found))
                 what = f"{place} has {word!r}, which stands for a picture; send it as a message"
                 raise invalid(place, what)
+            self._texts.append(text)
             self._prompts.append(Prompt(np.array(ids, dtype=np.int64)))
-
-    def _ids(self, given: Any, place: str) -> list[int]:
-        if isinstance(given, str):
-            self._texts.append(given)
-            special = self._body.add_special_tokens is not False
-            ids = _encoded(self._service, given, special, place)
-            if not ids:
-                raise invalid(place, f"{place} is empty")
-            return ids
-        _check_ids(given, self._service, place)
-        self._texts.append(self._service.model.tokenizer.decode(given))
-        return list(given)
 
     def run(self, run: Callable[[Sequence[Answer]], None]) -> Record:
         """The response; in a thread that waits for the model."""
         body, runtime = self._body, self._runtime
+        form = text_form(body, self._visit.unused)
         if body.echo and body.logprobs is not None:
-            scored = [Scored(one, 1) if len(one) > 1 else None for one in self._prompts]
-            several = [one for one in scored if one is not None]
+            self._scored = [Scored(one, 1) if len(one) > 1 else None for one in self._prompts]
+            several = [one for one in self._scored if one is not None]
             # What is written behind a prompt goes on from what is read of it now.
             ends = [Prompt(one.prompt.ids[:-1]) for one in several] if self._most else []
             if several:
                 top = max(1, body.logprobs)
-                self._group = score_tokens(runtime, several, self._tenant, ends, top, run)
-            self._scored = scored
+                group = score_tokens(runtime, several, self._tenant, ends, top, run)
+                self._cached = group.cached_tokens
         if self._most:
             for number, prompt in enumerate(self._prompts):
                 options, recorder = self._sampling.of(number)
-                if self._form is not None:
-                    options |= runtime.grammar({"response_format": self._form}, prompt)
+                if form is not None:
+                    options |= runtime.grammar({"response_format": form}, prompt)
                 seq = Answer(prompt, self._tenant, options, tokenizer=runtime.tokenizer())
-                self._answers.append(seq)
-                self._recorders.append(recorder)
-            run(self._answers)
+                self._answers.append((seq, recorder))
+            run([seq for seq, _ in self._answers])
+            if not any(self._scored):
+                self._cached = sum(seq.usage().cached_tokens for seq, _ in self._answers)
         usage = self.usage()
         cached = {"cached_tokens": usage.cached_tokens}
         return {
@@ -232,62 +187,42 @@ class _Completions:
 
     def usage(self) -> Usage:
         total = sum(map(len, self._prompts))
-        written = sum(len(seq.generated) for seq in self._answers)
-        if self._group is not None:
-            cached = self._group.cached_tokens
-        else:
-            cached = sum(seq.usage().cached_tokens for seq in self._answers)
-        return Usage(total, written, max(0, min(cached, total)))
+        written = sum(len(seq.generated) for seq, _ in self._answers)
+        return Usage(total, written, max(0, min(self._cached, total)))
 
     def _choice(self, number: int) -> Record:
-        body, text, chances = self._body, "", Chances()
-        reason = "length"
+        body, text, reason, chances = self._body, "", "length", Chances()
         if body.echo:
-            text = self._texts[number]
-            chances += self._of_prompt(number)
+            text, ids = self._texts[number], self._prompts[number].ids.tolist()
+            scored = self._scored[number] if self._scored else None
+            chances.append((ids[0], None, {}))
+            if scored is not None:
+                chances += zip(ids[1:], scored.logprobs, scored.likeliest, strict=True)
         if self._answers:
-            seq = self._answers[number]
-            last = seq.pieces[-1]
+            seq, recorder = self._answers[number]
             text += "".join(piece.text for piece in seq.pieces)
-            reason = last.finish_reason or "stop"
-            recorder = self._recorders[number]
+            reason = seq.pieces[-1].finish_reason or "stop"
             for token in seq.generated if recorder is not None else ():
-                taken, likeliest = recorder.take(token) if recorder is not None else (None, [])
-                one = taken.logprob if taken is not None else None
-                chances.append((token, one, {like.token: like.logprob for like in likeliest}))
-        scored = self._logprobs(chances) if body.logprobs is not None else None
-        return {"index": number, "text": text, "logprobs": scored, "finish_reason": reason}
-
-    def _of_prompt(self, number: int) -> Chances:
-        ids = self._prompts[number].ids.tolist()
-        scored = self._scored[number] if self._scored else None
-        made: Chances = [(ids[0], None, None)]
-        if scored is not None:
-            made += zip(ids[1:], scored.logprobs, scored.likeliest, strict=True)
-        return made
+                own, *likeliest = recorder.take(token)  # type: ignore[union-attr]
+                chances.append((*own, dict(likeliest)))
+        logprobs = self._logprobs(chances) if body.logprobs is not None else None
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, chances: Chances) -> Record:
         """As in OpenAI's API: texts of tokens, and where they begin."""
         name = self._service.model.token_text
         texts = [name(token)[0] for token, _, _ in chances]
-        offsets, at = list[int](), 0
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
         tops: list[dict[str, float] | None] = []
         for token, own, top in chances:
-            if top is None or own is None:
-                tops.append(None)
-                continue
             kept = dict(list(top.items())[: self._body.logprobs or 0])
             made: dict[str, float] = {}
-            for one, chance in (kept | {token: own}).items():  # several tokens may read alike
+            for one, chance in (kept | {token: own or 0.0}).items():  # several may read alike
                 text = name(one)[0]
                 made[text] = max(chance, made.get(text, chance))
-            tops.append(made)
+            tops.append(None if own is None else made)
         return {
             "tokens": texts,
             "token_logprobs": [own for _, own, _ in chances],
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
         }

@@ -52,7 +52,7 @@ class Fetcher:
             if isinstance(answer, bytes):
                 return answer
             url = urllib.parse.urljoin(url, answer)
-        raise _problem(f"{_shown(url)}: more than {_REDIRECTS} redirects")
+        raise _problem(url, f"more than {_REDIRECTS} redirects")
 
     def _once(self, url: str, deadline: float) -> bytes | str:
         """One request: the bytes, or the redirect target."""
@@ -60,7 +60,7 @@ class Fetcher:
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
         address = self._resolve(host, port, url, deadline)
-        left = _left(deadline, self.seconds, url)
+        left = self._left(deadline, url)
         connection = _Pinned(parts.scheme, host, port, address, left)
         # A socket's timeout restarts with each byte; this one does not.
         watch = threading.Timer(left, connection.abort)
@@ -74,24 +74,23 @@ class Fetcher:
             if response.status in _MOVED and (target := response.getheader("Location")):
                 return target
             if response.status != 200:
-                raise _problem(f"{_shown(url)} answered with status {response.status}")
+                raise _problem(url, f"it answered with status {response.status}")
             return self._read(response, url)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            _left(deadline, self.seconds, url)
-            kind = type(error).__name__
-            raise _problem(f"{_shown(url)} could not be fetched ({kind})") from None
+            self._left(deadline, url)
+            raise _problem(url, f"it could not be fetched ({type(error).__name__})") from None
         finally:
             watch.cancel()
             connection.close()
 
     def _read(self, response: http.client.HTTPResponse, url: str) -> bytes:
-        if (response.length or 0) > self.max_bytes:
-            raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
         data = bytearray()
-        while part := response.read1(_CHUNK):
+        expected = response.length or 0
+        while expected <= self.max_bytes and (part := response.read1(_CHUNK)):
             data += part
-            if len(data) > self.max_bytes:
-                raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
+            expected = max(expected, len(data))
+        if expected > self.max_bytes:
+            raise _problem(url, f"it is larger than {self.max_bytes} bytes")
         if response.length:  # fewer bytes than announced
             raise http.client.IncompleteRead(b"", response.length)
         return bytes(data)
@@ -106,19 +105,24 @@ class Fetcher:
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(_left(deadline, self.seconds, url))
+        asking.join(self._left(deadline, url))
         if asking.is_alive():
-            raise _late(url, self.seconds)
-        for address in addresses:
-            if not self.allow_private and not is_public(address):
-                # Do not tell which address: the caller must learn nothing about the network here.
-                raise _problem(
-                    f"{_shown(url)} is not a public address, and this server fetches no others; "
-                    "send the picture itself as a data URI, or upload it to /v1/files"
-                )
+            raise self._late(url)
         if not addresses:
-            raise _problem(f"{_shown(url)}: there is no such host")
+            raise _problem(url, "there is no such host")
+        if not (self.allow_private or all(map(is_public, addresses))):
+            # Do not tell which address: the caller must learn nothing about the network here.
+            what = "it is not a public address, and this server fetches no others; send the picture"
+            raise _problem(url, f"{what} itself as a data URI, or upload it to /v1/files")
         return addresses[0]
+
+    def _left(self, deadline: float, url: str) -> float:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise self._late(url)
+        return left
+
+    def _late(self, url: str) -> ApiError:
+        return _problem(url, f"it took longer than {self.seconds:.0f} s")
 
 
 def is_public(text: str) -> bool:
@@ -163,33 +167,19 @@ def _split(url: str) -> urllib.parse.SplitResult:
         parts = urllib.parse.urlsplit(url)
         _ = parts.port
     except ValueError:
-        raise _problem(f"{_shown(url)} is not a URL") from None
+        raise _problem(url, "it is not a URL") from None
     if parts.scheme not in ("http", "https"):
-        raise _problem(f"{_shown(url)}: only http and https are fetched")
+        raise _problem(url, "only http and https are fetched")
     if not parts.hostname or parts.username is not None or parts.password is not None:
-        raise _problem(f"{_shown(url)} names no host, or comes with a password")
+        raise _problem(url, "it names no host, or comes with a password")
     return parts
 
 
-def _left(deadline: float, seconds: float, url: str) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise _late(url, seconds)
-    return left
-
-
-def _late(url: str, seconds: float) -> ApiError:
-    return _problem(f"{_shown(url)} took longer than {seconds:.0f} s")
-
-
-def _shown(url: str) -> str:
-    """A URL without possible secrets: scheme, host and path."""
+def _problem(url: str, why: str) -> ApiError:
+    """The error for a URL, which is shown without possible secrets: scheme, host and path."""
     text = url.split("?")[0].split("#")[0]
     if "@" in text:
         text = text.partition("//")[0] + "//…@" + text.rpartition("@")[2]
     text = "".join(c if c.isprintable() else "\ufffd" for c in text)
-    return text if len(text) <= 120 else f"{text[:120]}…"
-
-
-def _problem(message: str) -> ApiError:
-    return ApiError(400, message, param="image_url", code="invalid_image_url")
+    text = text if len(text) <= 120 else f"{text[:120]}…"
+    return ApiError(400, f"{text}: {why}", param="image_url", code="invalid_image_url")

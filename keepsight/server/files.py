@@ -26,7 +26,7 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from keepsight.kinds import Record
-from keepsight.server.access import Caller, visit_of
+from keepsight.server.access import visit_of
 from keepsight.server.errors import ApiError, invalid, missing, refused, unknown
 from keepsight.store import Store
 from keepsight.store.contract import CLOCK_SLACK
@@ -36,15 +36,13 @@ from keepsight.system import digests
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-
 logger = logging.getLogger("keepsight.server")
 
 _MOST = 10_000  # files per tenant: each takes memory and time, however small it is
 _ABOVE, _SUFFIX, _FORMAT = "uploads", ".upload", 1
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _HEAD = 8192  # most bytes of the first line
-_ID = re.compile(r"file-[0-9a-f]{64}")
-_OWNER = re.compile(r"[0-9a-f]{64}")
+_NAMES = re.compile(r"[0-9a-f]{64}/file-[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -59,25 +57,21 @@ class Upload:
     created_at: int
     expires_at: int
 
+    def about(self) -> Record:
+        names = ("filename", "purpose", "created_at", "expires_at")
+        return {"bytes": self.nbytes, **{name: getattr(self, name) for name in names}}
+
     def as_json(self) -> Record:
-        names = ("id", "created_at", "expires_at", "filename", "purpose")
-        same = {name: getattr(self, name) for name in names}
-        return {**same, "object": "file", "bytes": self.nbytes, "status": "processed"}
+        return {"id": self.id, **self.about(), "object": "file", "status": "processed"}
 
     def over(self, now: float) -> bool:
         """Whether it is expired. A file dated in the future comes from a wrong clock and would live
         too long."""
         return not now < self.expires_at or self.created_at > now + CLOCK_SLACK
 
-    @property
-    def path(self) -> str:
-        return f"{_ABOVE}/{self.owner}/{self.id}{_SUFFIX}"
-
     def head(self) -> bytes:
         """The first line of its file; the digest covers tenant and id."""
-        header: Record = {"keepsight": "upload", "format": _FORMAT, "bytes": self.nbytes}
-        for name in ("filename", "purpose", "created_at", "expires_at"):
-            header[name] = getattr(self, name)
+        header: Record = {"keepsight": "upload", "format": _FORMAT, **self.about()}
         sealed = digests.canonical_json(header)
         header["digest"] = digests.digest("upload", self.owner, self.id, sealed)
         return digests.canonical_json(header).encode() + b"\n"
@@ -92,15 +86,12 @@ class InMemory:
     def known(self, now: float) -> list[Upload]:
         return [upload for upload, _ in list(self._data.values())]
 
-    def look(self, owner: str, file_id: str) -> Upload | None:
-        return self._data.get((owner, file_id), (None, b""))[0]
+    def find(self, owner: str, file_id: str, whole: bool = False) -> tuple[Upload, bytes] | None:
+        """A file, and with `whole` its bytes."""
+        return self._data.get((owner, file_id))
 
     def write(self, upload: Upload, data: bytes) -> None:
         self._data[upload.owner, upload.id] = upload, data
-
-    def read(self, upload: Upload) -> bytes | None:
-        found = self._data.get((upload.owner, upload.id))
-        return None if found is None else found[1]
 
     def remove(self, upload: Upload) -> None:
         self._data.pop((upload.owner, upload.id), None)
@@ -114,52 +105,30 @@ class OnDisk(InMemory):
 
     def __init__(self, root: str | Path) -> None:
         self._folder = Folder(root)
-        self._seen: dict[tuple[str, str], Upload] = {}
+        self._seen: dict[str, Upload] = {}  # by path
+
+    def _paths(self) -> Iterator[str]:
+        for owner in self._folder.names(_ABOVE):
+            yield from (f"{owner}/{name}" for name in self._folder.names(f"{_ABOVE}/{owner}"))
 
     def known(self, now: float) -> list[Upload]:
         """All files by their names; the first line is read of new ones, and of those that have
         expired, which another server may have prolonged."""
         seen = {}
-        for owner in self._folder.names(_ABOVE):
-            for name in self._folder.names(f"{_ABOVE}/{owner}"):
-                file_id = name.removesuffix(_SUFFIX)
-                found = self._seen.get((owner, file_id))
-                if found is None or found.over(now):
-                    found = self.look(owner, file_id) if name.endswith(_SUFFIX) else None
-                if found is not None:
-                    seen[owner, file_id] = found
+        for path in self._paths():
+            found = self._seen.get(path)
+            if (found is None or found.over(now)) and path.endswith(_SUFFIX):
+                owner, _, file_id = path.removesuffix(_SUFFIX).partition("/")
+                looked = self.find(owner, file_id)
+                found = None if looked is None else looked[0]
+            if found is not None:
+                seen[path] = found
         self._seen = seen
         return list(seen.values())
 
-    def look(self, owner: str, file_id: str) -> Upload | None:
-        found = self._opened(owner, file_id)
-        return None if found is None else found[0]
-
-    def write(self, upload: Upload, data: bytes) -> None:
-        self._folder.write(upload.path, [upload.head(), data])
-        self._seen[upload.owner, upload.id] = upload
-
-    def read(self, upload: Upload) -> bytes | None:
-        found = self._opened(upload.owner, upload.id, whole=True)
-        return None if found is None else found[1]
-
-    def remove(self, upload: Upload) -> None:
-        self._folder.remove(upload.path)
-        self._seen.pop((upload.owner, upload.id), None)
-
-    def tidy(self) -> None:
-        """Remove leftovers of killed writers."""
-        for owner in self._folder.names(_ABOVE):
-            for last in self._folder.names(f"{_ABOVE}/{owner}"):
-                name = f"{_ABOVE}/{owner}/{last}"
-                status = self._folder.status(name) if last.startswith(PART) else None
-                if status is not None and left_over(status):
-                    self._folder.remove(name)
-
-    def _opened(self, owner: str, file_id: str, whole: bool = False) -> tuple[Upload, bytes] | None:
-        """The metadata of a file, and with `whole` its bytes. A wrong file is removed, an
-        unreachable one stays."""
-        if not (_ID.fullmatch(file_id) and _OWNER.fullmatch(owner)):
+    def find(self, owner: str, file_id: str, whole: bool = False) -> tuple[Upload, bytes] | None:
+        """A file, and with `whole` its bytes. A wrong file is removed, an unreachable one stays."""
+        if not _NAMES.fullmatch(f"{owner}/{file_id}"):
             return None
         name = f"{_ABOVE}/{owner}/{file_id}{_SUFFIX}"
         try:
@@ -170,8 +139,7 @@ class OnDisk(InMemory):
                 os.close(handle)
                 raise
             with opened as file:
-                upload = _parsed(file, owner, file_id)
-                return upload, file.read() if whole else b""
+                return _parsed(file, owner, file_id), file.read() if whole else b""
         except ValueError as error:
             logger.warning("an upload is damaged and is removed: %s (%s)", name, error)
             with contextlib.suppress(OSError):  # it stays, and stays refused
@@ -182,6 +150,24 @@ class OnDisk(InMemory):
             logger.warning("an upload cannot be read: %s (%s)", name, error)
         return None
 
+    def write(self, upload: Upload, data: bytes) -> None:
+        path = f"{upload.owner}/{upload.id}{_SUFFIX}"
+        self._folder.write(f"{_ABOVE}/{path}", [upload.head(), data])
+        self._seen[path] = upload
+
+    def remove(self, upload: Upload) -> None:
+        path = f"{upload.owner}/{upload.id}{_SUFFIX}"
+        self._folder.remove(f"{_ABOVE}/{path}")
+        self._seen.pop(path, None)
+
+    def tidy(self) -> None:
+        """Remove leftovers of killed writers."""
+        for path in self._paths():
+            name = f"{_ABOVE}/{path}"
+            status = self._folder.status(name) if f"/{PART}" in path else None
+            if status is not None and left_over(status):
+                self._folder.remove(name)
+
 
 def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
     status = os.fstat(file.fileno())
@@ -190,12 +176,12 @@ def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
     line = file.readline(_HEAD)
     try:
         header = json.loads(line)
-        times = int(header["created_at"]), int(header["expires_at"])
-        texts = str(header["filename"]), str(header["purpose"])
-        upload = Upload(file_id, owner, int(header["bytes"]), *texts, *times)
-    except (KeyError, TypeError, RecursionError, OverflowError) as error:
+        del header["keepsight"], header["format"], header["digest"]
+        size = len(line) + header["bytes"]
+        upload = Upload(file_id, owner, header.pop("bytes"), **header)
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its first line lacks a field: {error}") from error
-    if upload.head() != line or status.st_size != len(line) + upload.nbytes:
+    if upload.head() != line or status.st_size != size:
         raise ValueError("its first line does not match its digest or its size")
     return upload
 
@@ -206,13 +192,9 @@ def contents_for(store: Store | None) -> InMemory:
     return InMemory() if root is None else OnDisk(root)
 
 
-def owner_of(tenant: str) -> str:
+def _owner_of(tenant: str) -> str:
     """Digest that files use for their tenant, so that no person's name becomes a folder name."""
     return digests.digest("owner of uploads", tenant)
-
-
-def id_of(tenant: str, data: bytes) -> str:
-    return f"file-{digests.digest('uploaded file', owner_of(tenant), data)}"
 
 
 class Files:
@@ -242,13 +224,12 @@ class Files:
         """Store a file. An existing one is kept as long as the new one would be."""
         if not data:
             raise invalid("file", "the file is empty")
-        now, owner, file_id = self._clock(), owner_of(tenant), id_of(tenant, data)
+        now, owner, file_id = self._clock(), _owner_of(tenant), _id_of(tenant, data)
         until = int(now + (self._ttl if ttl is None else min(ttl, self._ttl)))
         new = Upload(file_id, owner, len(data), name[:255] or "file", purpose, int(now), until)
         with self._writing, _kept():
-            old = self._find(owner, file_id)
-            if old is not None:
-                new = replace(old, expires_at=max(old.expires_at, until))
+            if (old := self._find(owner, file_id)) is not None:
+                new = replace(old[0], expires_at=max(old[0].expires_at, until))
             else:
                 self._check_room(owner, len(data), quota)
             self._contents.write(new, data)
@@ -274,24 +255,24 @@ class Files:
         return sum(f.nbytes for f in self._all())
 
     def get(self, tenant: str, file_id: str, param: str | None = None) -> Upload:
-        found = self._find(owner_of(tenant), file_id)
+        found = self._find(_owner_of(tenant), file_id)
         if found is None:
             raise _unknown(file_id, param)
-        return found
+        return found[0]
 
     def read(self, tenant: str, file_id: str, param: str | None = None) -> bytes:
         """The bytes of a file of this tenant, exactly as sent."""
-        found = self.get(tenant, file_id, param)
-        data = self._contents.read(found)
-        if data is not None and id_of(tenant, data) == found.id:
-            return data
-        if data is not None:  # the id is a digest of the bytes: these were never sent
-            with self._writing:
-                self._contents.remove(found)
-        raise _unknown(file_id, param)
+        found = self._find(_owner_of(tenant), file_id, whole=True)
+        if found is not None and _id_of(tenant, found[1]) != file_id:
+            with self._writing:  # the id is a digest of the bytes: these were never sent
+                self._contents.remove(found[0])
+            found = None
+        if found is None:
+            raise _unknown(file_id, param)
+        return found[1]
 
     def of(self, tenant: str) -> list[Upload]:
-        owner = owner_of(tenant)
+        owner = _owner_of(tenant)
         own = [f for f in self._all() if f.owner == owner]
         return sorted(own, key=lambda f: (-f.created_at, f.id))
 
@@ -317,9 +298,13 @@ class Files:
         now = self._clock()
         return [f for f in self._contents.known(now) if not f.over(now)]
 
-    def _find(self, owner: str, file_id: str) -> Upload | None:
-        found = self._contents.look(owner, file_id)
-        return None if found is None or found.over(self._clock()) else found
+    def _find(self, owner: str, file_id: str, whole: bool = False) -> tuple[Upload, bytes] | None:
+        found = self._contents.find(owner, file_id, whole)
+        return None if found is None or found[0].over(self._clock()) else found
+
+
+def _id_of(tenant: str, data: bytes) -> str:
+    return f"file-{digests.digest('uploaded file', _owner_of(tenant), data)}"
 
 
 @contextlib.contextmanager
@@ -339,14 +324,15 @@ def _unknown(file_id: str, param: str | None) -> ApiError:
     return ApiError(404, text, param=param, code="file_not_found")
 
 
+# -- routes ----------------------------------------------------------------------------------------
+
 _PURPOSES = ("vision", "user_data", "assistants")
 _LEAST, _LONGEST = 60, 30 * 86400  # seconds of life that a client may ask for
-_SECONDS = {"type": "integer", "minimum": _LEAST, "maximum": _LONGEST}
-_PROPERTIES = {
+_PROPERTIES: Record = {
     "file": {"type": "string", "format": "binary", "minLength": 1},
     "purpose": {"type": "string", "enum": list(_PURPOSES)},
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-    "expires_after[seconds]": _SECONDS,
+    "expires_after[seconds]": {"type": "integer", "minimum": _LEAST, "maximum": _LONGEST},
 }
 _SENT = {"type": "object", "required": ["file", "purpose"], "additionalProperties": False}
 _CONTENT = {"multipart/form-data": {"schema": {**_SENT, "properties": _PROPERTIES}}}
@@ -359,12 +345,18 @@ class _InMemory(MultiPartParser):
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["files"])
-    files, beside = service.files, service.threads.wait
+    files, beside, one = service.files, service.threads.wait, "/v1/files/{file_id}"
+
+    def tenant_of(request: Request) -> str:
+        return visit_of(request).who().tenant
 
     @router.post("/v1/files", operation_id="upload", openapi_extra={"requestBody": _UPLOAD})
     async def upload(request: Request) -> Record:
         """Store a file for later requests of this key."""
-        caller, body = visit_of(request).who(), await request.body()
+        caller, body, quota = visit_of(request).who(), await request.body(), None
+        if caller.key is not None:  # its own limit, or an equal share
+            share = files.budget // service.owners
+            quota = share if caller.key.files_bytes is None else caller.key.files_bytes
 
         def put() -> Upload:
             form = asyncio.run(_form(request.headers, body))
@@ -373,8 +365,10 @@ def routes(service: Service) -> APIRouter:
                 raise missing("file", ", a part with a file name")
             name = "".join(c for c in file.filename or "file" if c.isprintable())
             name = name.replace("\\", "/").rpartition("/")[2]
-            data, quota = file.file.read(), _quota(caller, service)
-            return files.put(caller.tenant, data, name, _purpose(form), _ttl(form), quota)
+            if (purpose := form.get("purpose")) not in _PURPOSES:
+                raise refused("purpose", f"expected one of {', '.join(_PURPOSES)}")
+            data = file.file.read()
+            return files.put(caller.tenant, data, name, str(purpose), _ttl(form), quota)
 
         return (await beside(put)).as_json()
 
@@ -387,7 +381,7 @@ def routes(service: Service) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> Record:
         """The files of this key, newest first; oldest first with `order=asc`."""
-        tenant = visit_of(request).who().tenant
+        tenant = tenant_of(request)
         found: list[Upload] = await beside(lambda: files.of(tenant))
         own = [f for f in found if purpose in (None, f.purpose)]
         if order == "asc":
@@ -401,29 +395,29 @@ def routes(service: Service) -> APIRouter:
         data = [f.as_json() for f in own[:limit]]
         return {"object": "list", "data": data, "has_more": len(own) > limit, **ends}
 
-    @router.get("/v1/files/{file_id}", operation_id="file")
-    async def one(file_id: str, request: Request) -> Record:
+    @router.get(one, operation_id="file")
+    async def get(file_id: str, request: Request) -> Record:
         """The description of a file."""
-        tenant = visit_of(request).who().tenant
+        tenant = tenant_of(request)
         return (await beside(lambda: files.get(tenant, file_id, "file_id"))).as_json()
 
     @router.get(
-        "/v1/files/{file_id}/content",
+        f"{one}/content",
         operation_id="file_content",
         response_class=Response,
         responses={200: {"content": {"application/octet-stream": {}}}},
     )
     async def content(file_id: str, request: Request) -> Response:
         """The bytes of a file."""
-        tenant = visit_of(request).who().tenant
+        tenant = tenant_of(request)
         data: bytes = await beside(lambda: files.read(tenant, file_id, "file_id"))
         headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
         return Response(data, media_type="application/octet-stream", headers=headers)
 
-    @router.delete("/v1/files/{file_id}", operation_id="delete_file")
+    @router.delete(one, operation_id="delete_file")
     async def delete(file_id: str, request: Request) -> Record:
         """Delete a file. /v1/cache/reset forgets what was computed from it."""
-        tenant = visit_of(request).who().tenant
+        tenant = tenant_of(request)
         await beside(lambda: files.delete(tenant, file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -431,8 +425,7 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _form(headers: Headers, body: bytes) -> FormData:
-    kind = headers.get("content-type", "")
-    if not kind.lower().startswith("multipart/form-data"):
+    if not headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise invalid("file", "expected multipart/form-data with the fields file and purpose")
 
     async def pieces() -> AsyncGenerator[bytes, None]:
@@ -448,13 +441,6 @@ async def _form(headers: Headers, body: bytes) -> FormData:
     return form
 
 
-def _purpose(form: FormData) -> str:
-    purpose = form.get("purpose")
-    if purpose not in _PURPOSES:
-        raise refused("purpose", f"expected one of {', '.join(_PURPOSES)}")
-    return str(purpose)
-
-
 def _ttl(form: FormData) -> float | None:
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor not in (None, "created_at"):
@@ -463,15 +449,6 @@ def _ttl(form: FormData) -> float | None:
         return None
     text = str(seconds)
     if not (text.isascii() and text.isdigit() and _LEAST <= int(text[:12]) <= _LONGEST):
-        raise invalid(
-            "expires_after[seconds]", f"expected a whole number from {_LEAST} to {_LONGEST}"
-        )
+        what = f"expected a whole number from {_LEAST} to {_LONGEST}"
+        raise invalid("expires_after[seconds]", what)
     return float(text)
-
-
-def _quota(caller: Caller, service: Service) -> int | None:
-    """The most bytes of uploads for a key: its own limit, or an equal share."""
-    if caller.key is None:
-        return None
-    own = caller.key.files_bytes
-    return service.files.budget // max(1, service.owners) if own is None else own

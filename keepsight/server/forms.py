@@ -29,27 +29,128 @@ from keepsight.server.errors import invalid, refused
 from keepsight.server.parser import CALL, CALL_END, alternatives, types_of
 from keepsight.server.schema import Unused, is_empty
 
-# Fields of other servers, and what they hold.
-_FIELDS = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "ebnf": "grammar",
-    "grammar": "grammar",
-    "format": "json_schema",
+Maker = Callable[[Any, str], Format]
+Numbered = tuple[int, schema.Tool]  # a tool, with its number in the request
+
+
+# -- what the text of an answer has to be ----------------------------------------------------------
+
+
+def _any_object(_: object, place: str) -> Format:
+    return of_schema({"type": "object"}, place, "json_object")
+
+
+_FIELDS: dict[str, Maker] = {
+    **dict.fromkeys(("guided_json", "json_schema", "format"), of_schema),
+    **dict.fromkeys(("guided_regex", "regex"), of_regex),
+    "guided_choice": of_choices,
+    **dict.fromkeys(("guided_grammar", "ebnf", "grammar"), of_grammar),
 }
-_MAKERS: dict[str, Callable[[Any, str], Format]] = {
-    "json_schema": of_schema,
-    "json_object": lambda _, place: of_schema({"type": "object"}, place, "json_object"),
+_OF_VLLM: dict[str, Maker] = {
+    "json": of_schema,
     "regex": of_regex,
     "choice": of_choices,
     "grammar": of_grammar,
+    "json_object": _any_object,
 }
-_OF_VLLM = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+
+
+def text_form(body: schema.Forms, unused: Unused) -> Format | None:
+    """What the text of an answer has to be; at most one field may say it."""
+    found: Format | None = None
+    for name in ("response_format", "structured_outputs", *_FIELDS):
+        given = getattr(body, name, None)
+        if given is None or given in ("", {}, False):
+            continue
+        if isinstance(given, schema.ResponseFormat):
+            form = wanted(given.model_dump(), name)
+        elif name == "structured_outputs":
+            form = _of_vllm(given, unused)
+        elif name == "format" and given == "json":  # Ollama's
+            form = _any_object(given, name)
+        else:
+            form = _FIELDS[name](given, name)
+        if form is not None and found is not None:
+            raise invalid(name, f"{name} and {found.place} both say what the answer has to be")
+        found = form or found
+    return found
+
+
+def _of_vllm(given: Record, unused: Unused) -> Format:
+    place = "structured_outputs"
+    for name, value in given.items():
+        if name in _OF_VLLM or is_empty(value):
+            continue
+        if name not in _WITHOUT_EFFECT:
+            raise refused(f"{place}.{name[:100]}", "it cannot be honoured here")
+        unused.add(f"{place}.{name}", "answers always have one style, and no more properties")
+    kinds = [name for name in _OF_VLLM if given.get(name) not in (None, False)]
+    if len(kinds) != 1:
+        raise invalid(place, f"expected one of {', '.join(_OF_VLLM)}")
+    return _OF_VLLM[kinds[0]](given[kinds[0]], f"{place}.{kinds[0]}")
+
+
+def form_of(body: schema.ChatRequest, syntax: CallSyntax, unused: Unused) -> Format | None:
+    """The form of the answer to a request; None if it is free."""
+    text, choice = text_form(body, unused), body.tool_choice
+    tools: list[Numbered] = [
+        (n, tool)
+        for n, tool in enumerate(body.tools or ())
+        if isinstance(tool, schema.Tool) and choice != "none"
+    ]
+    if isinstance(choice, schema.ForcedChoice):
+        name = choice.function.name if choice.function is not None else choice.name
+        found = [(n, tool) for n, tool in tools if tool.function.name == name]
+        if not found:
+            known = ", ".join(repr(tool.function.name) for _, tool in tools[:20]) or "none"
+            raise invalid("tool_choice", f"there is no tool {str(name)[:100]!r}; tools: {known}")
+        return _calls(found[:1], syntax, "tool_choice", 1, 1, forced=True)
+    most = 1 if body.parallel_tool_calls is False else None
+    if choice == "required":
+        if not tools:
+            raise invalid("tool_choice", "tool_choice is 'required', and there are no tools")
+        return _calls(tools, syntax, "tool_choice", 1, most, forced=True)
+    if text is not None and tools:  # an answer of the form, or calls
+        calls = _calls(tools, syntax, text.place, 1, most)
+        grammars = (
+            {"lark_grammar": "start: @text | @calls"},
+            {"name": "text", **text.grammars[0]},
+            {"name": "calls", **calls.grammars[0]},
+        )
+        return Format("calls", grammars, text.place, str, (text, *calls.parts))
+    if any(tool.function.strict for _, tool in tools):
+        return _calls(tools, syntax, "tools", 0, most)
+    return text
+
+
+def _calls(
+    tools: Sequence[Numbered],
+    syntax: CallSyntax,
+    place: str,
+    least: int,
+    most: int | None,
+    forced: bool = False,
+) -> Format:
+    """Calls of some of a request's tools. The arguments of a strict tool fit its schema, and those
+    of a forced one unless it says that it is not strict."""
+    bound, parts = list[BoundTool](), list[Format]()
+    for number, tool in tools:
+        strict, parameters = tool.function.strict, tool.function.parameters
+        where = f"tools[{number}].function.parameters"
+        if parameters is None or not (strict or (forced and strict is None)):
+            parameters = {"type": "object"}
+        elif parameters.get("type", "object") != "object":
+            raise GrammarError(where, "arguments are a record; expected {'type': 'object'}")
+        else:
+            parts.append(of_schema(parameters, where))  # refuses by its own name
+        bound.append(BoundTool(tool.function.name, parameters, where))
+    grammar = syntax.grammar(bound, least, most)
+    return Format("calls", ({"lark_grammar": grammar},), place, str, tuple(parts))
+
+
+# -- how calls are written -------------------------------------------------------------------------
+
 # What tags without quotes can say of a call, and of a value; and words without effect.
 _OF_CALLS = ("type", "properties", "required", "additionalProperties", "strict")
 _OF_UNIONS = ("$ref", "anyOf", "oneOf")
@@ -86,33 +187,30 @@ class CallSyntax:
         lines = [f"call: {' | '.join(f'call_{n}' for n in range(len(tools)))}"]
         for number, tool in enumerate(tools):
             try:
-                lines += self._call(number, tool.name, tool.parameters)
+                lines += self._call(f"call_{number}", tool.name, tool.parameters)
             except ValueError as error:
                 raise GrammarError(tool.place, f"it cannot be enforced: {error}") from None
-        if least:
-            again = ' ("\\n" call)*' if most is None else ""
-            head = [f"start: {self._mark(CALL)} call{again}"]
-            if again:
-                head = [f'start: opened ("\\n" opened)*\nopened: {self._mark(CALL)} call']
+        if least and most is None:
+            head = f'start: opened ("\\n" opened)*\nopened: {self._mark(CALL)} call'
+        elif least:
+            head = f"start: {self._mark(CALL)} call"
         else:
-            head = [f"start: (opening call)* TEXT\nTEXT: {_TEXT}", self._opening()]
-        return "\n".join([*head, *lines])
+            opening = f"opening[lazy]: /(.|\\n)*{CALL}/"
+            if CALL in self._own:
+                opening = f"opening: {_TEXT} {CALL}"
+            head = f"start: (opening call)* TEXT\nTEXT: {_TEXT}\n{opening}"
+        return "\n".join([head, *lines])
 
     def _mark(self, text: str) -> str:
         return text if text in self._own else _quoted(text)
 
-    def _opening(self) -> str:
-        if CALL in self._own:
-            return f"opening: {_TEXT} {CALL}"
-        return f"opening[lazy]: /(.|\\n)*{CALL}/"
-
-    def _call(self, number: int, name: str, parameters: Record) -> list[str]:
-        rule = f"call_{number}"
-        if not self._tagged:
-            begin = f'\n{{"name": {json.dumps(name)}, "arguments": '
-            inner = f"{_quoted(begin)} {_json(parameters)} {_quoted('}' + chr(10))}"
-            return [f"{rule}: {inner} {self._mark(CALL_END)}"]
-        return list(self._tags(rule, name, parameters))
+    def _call(self, rule: str, name: str, parameters: Record) -> Iterator[str]:
+        if self._tagged:
+            yield from self._tags(rule, name, parameters)
+            return
+        begin = f'\n{{"name": {json.dumps(name)}, "arguments": '
+        inner = f"{_quoted(begin)} {_json(parameters)} {_quoted('}' + chr(10))}"
+        yield f"{rule}: {inner} {self._mark(CALL_END)}"
 
     def _tags(self, rule: str, name: str, parameters: Record) -> Iterator[str]:
         _refuse_more(parameters, _OF_CALLS)
@@ -176,112 +274,3 @@ def _quoted(text: str) -> str:
 
 def _json(parameters: Record) -> str:
     return f"%json {json.dumps(styled(parameters, 'parameters'))}"
-
-
-# -- from a body to a form -------------------------------------------------------------------------
-
-
-def form_of(body: schema.ChatRequest, syntax: CallSyntax, unused: Unused) -> Format | None:
-    """The form of the answer to a request; None if it is free."""
-    text = text_form(body, unused)
-    tools = body.shown_tools if body.tool_choice != "none" else []
-    choice = body.tool_choice
-    if isinstance(choice, schema.ForcedChoice):
-        name = choice.function.name if choice.function is not None else choice.name
-        found = [(n, tool) for n, tool in _functions(body) if tool.function.name == name]
-        if not found:
-            known = ", ".join(repr(tool.function.name) for tool in tools[:20]) or "none"
-            raise invalid("tool_choice", f"there is no tool {str(name)[:100]!r}; tools: {known}")
-        return _calls(found[:1], syntax, "tool_choice", 1, 1, forced=True)
-    numbered = [(n, tool) for n, tool in _functions(body) if tools]
-    most = 1 if body.parallel_tool_calls is False else None
-    if choice == "required":
-        if not numbered:
-            raise invalid("tool_choice", "tool_choice is 'required', and there are no tools")
-        return _calls(numbered, syntax, "tool_choice", 1, most, forced=True)
-    strict = any(tool.function.strict for _, tool in numbered)
-    if text is not None and numbered:
-        return _either(text, _calls(numbered, syntax, text.place, 1, most))
-    if strict:
-        return _calls(numbered, syntax, "tools", 0, most)
-    return text
-
-
-def _functions(body: schema.ChatRequest) -> list[tuple[int, schema.Tool]]:
-    """The tools that a model may call, with their numbers in the request."""
-    return [(n, tool) for n, tool in enumerate(body.tools or ()) if isinstance(tool, schema.Tool)]
-
-
-def _calls(
-    tools: Sequence[tuple[int, schema.Tool]],
-    syntax: CallSyntax,
-    place: str,
-    least: int,
-    most: int | None,
-    forced: bool = False,
-) -> Format:
-    """Calls of some of a request's tools. The arguments of a strict tool fit its schema, and those
-    of a forced one unless it says that it is not strict."""
-    bound, parts = list[BoundTool](), list[Format]()
-    for number, tool in tools:
-        strict, parameters = tool.function.strict, tool.function.parameters
-        where = f"tools[{number}].function.parameters"
-        if parameters is not None and (strict is True or (forced and strict is None)):
-            if parameters.get("type", "object") != "object":
-                raise GrammarError(where, "arguments are a record; expected {'type': 'object'}")
-            parts.append(of_schema(parameters, where))  # refuses by its own name
-            bound.append(BoundTool(tool.function.name, parameters, where))
-        else:
-            bound.append(BoundTool(tool.function.name, {"type": "object"}, where))
-    grammar = syntax.grammar(bound, least, most)
-    return Format("calls", ({"lark_grammar": grammar},), place, str, tuple(parts))
-
-
-def _either(text: Format, calls: Format) -> Format:
-    """An answer of a form, or calls."""
-    grammars = (
-        {"lark_grammar": "start: @text | @calls"},
-        {"name": "text", **text.grammars[0]},
-        {"name": "calls", **calls.grammars[0]},
-    )
-    return Format("calls", grammars, text.place, str, (text, *calls.parts))
-
-
-def text_form(body: schema.Forms, unused: Unused) -> Format | None:
-    """What the text of an answer has to be; at most one field may say it."""
-    names = ("response_format", "structured_outputs", *_FIELDS)
-    asked = [(name, getattr(body, name, None)) for name in names]
-    found: list[Format] = []
-    for name, given in asked:
-        if given is None or given in ("", {}, False):
-            continue
-        form = _form(name, given, unused)
-        if form is not None and found:
-            raise invalid(name, f"{name} and {found[0].place} both say what the answer has to be")
-        found += [] if form is None else [form]
-    return found[0] if found else None
-
-
-def _form(name: str, given: object, unused: Unused) -> Format | None:
-    if name == "structured_outputs" and isinstance(given, dict):
-        return _of_vllm(given, unused)
-    if isinstance(given, schema.ResponseFormat):
-        return wanted(given.model_dump(), name)
-    if name == "format" and given == "json":  # Ollama's
-        return _MAKERS["json_object"](None, name)
-    return _MAKERS[_FIELDS[name]](given, name)
-
-
-def _of_vllm(given: Record, unused: Unused) -> Format | None:
-    place = "structured_outputs"
-    kinds = [name for name in (*_OF_VLLM, "json_object") if given.get(name) not in (None, False)]
-    for name, value in given.items():
-        if name in (*_OF_VLLM, "json_object") or is_empty(value):
-            continue
-        if name not in _WITHOUT_EFFECT:
-            raise refused(f"{place}.{name[:100]}", "it cannot be honoured here")
-        unused.add(f"{place}.{name}", "answers always have one style, and no more properties")
-    if len(kinds) != 1:
-        raise invalid(place, f"expected one of {', '.join(_OF_VLLM)} and json_object")
-    kind = kinds[0]
-    return _MAKERS[_OF_VLLM.get(kind, kind)](given[kind], f"{place}.{kind}")

@@ -16,7 +16,6 @@ from keepsight.kinds import Record
 requests = logging.getLogger("keepsight.server.requests")
 
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
-_PAGE = "/page/"
 _SHOWN = 120  # most characters of names that a client sent
 
 
@@ -24,7 +23,7 @@ def note(record: Record) -> None:
     requests.info(json.dumps(record), extra={"request": record})
 
 
-def short(record: Record) -> str:
+def _short(record: Record) -> str:
     """The short form of a request: what it was, how it ended, what was reused."""
     words = [
         time.strftime("%H:%M:%S", time.localtime(record["time"])),
@@ -43,8 +42,7 @@ def short(record: Record) -> str:
     if record["key"] is not None:
         words.append(f"key {record['key']}")
     if unused := record.get("unused"):
-        names = ", ".join(unused)
-        words.append(f"no effect: {names[:_SHOWN]}{'...' if len(names) > _SHOWN else ''}")
+        words.append(f"no effect: {', '.join(unused)[:_SHOWN]}")
     return "".join(c if c.isprintable() else "\ufffd" for c in "  ".join(words))
 
 
@@ -56,14 +54,14 @@ class ShortFormatter(logging.Formatter):
         if request is None:
             return super().format(record)
         colour = _RED if request["status"] >= 500 else _YELLOW if request["status"] >= 400 else ""
-        text = short(request)
+        text = _short(request)
         return f"{colour}{text}{_PLAIN}" if colour and "NO_COLOR" not in os.environ else text
 
 
 def no_page_files(record: logging.LogRecord) -> bool:
     """Whether a line is for a terminal: the page's own files, two dozen per visit, are not."""
     request = getattr(record, "request", None)
-    return not (request and request["path"].startswith(_PAGE) and 0 < request["status"] < 400)
+    return not (request and request["path"].startswith("/page/") and 0 < request["status"] < 400)
 
 
 class JsonFormatter(logging.Formatter):
@@ -89,7 +87,7 @@ def start(wanted: bool, as_json: bool = False) -> None:
     for name, level in (("keepsight.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.setLevel(level)
+        logger.propagate = False
         if not logger.handlers:
             logger.addHandler(handler)
-        logger.propagate = False
     requests.disabled = not wanted

@@ -1,4 +1,4 @@
-"""Converts request messages for the library: every picture is fetched, checked and counted.
+"""Converts request messages for the library: every medium is fetched, checked and counted.
 
 Runs in a worker thread. Nothing here decodes a picture; refusals need only the header of its file.
 """
@@ -9,48 +9,66 @@ import binascii
 import contextlib
 import functools
 import io
+import json
 import math
 import re
 import stat
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import PIL
 from PIL import Image
-from pydantic import BaseModel
 
 from keepsight.errors import FileError, ImageError
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
-from keepsight.kinds import Message as Rendered
 from keepsight.kinds import Options, Record
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import Source, decode_bytes, from_base64
 from keepsight.media.video_files import MAX_FRAMES
 from keepsight.prompt.lengths import characters
-from keepsight.server import schema
 from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
-from keepsight.server.parser import arguments_of
-from keepsight.server.schema import Unused, is_empty
+from keepsight.server.parser import loaded
+from keepsight.server.schema import (
+    Address,
+    ChatMessage,
+    JsonPart,
+    MediaPart,
+    Part,
+    RefusalPart,
+    TextPart,
+    ThoughtPart,
+    ToolCall,
+    Unused,
+    is_empty,
+)
 from keepsight.server.turns import LARGE_PICTURES, LARGE_TEXT, RenderedMessages
 from keepsight.system import digests
 from keepsight.system.optional import optional
 from keepsight.system.places import expanded
 
-_VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
+# -- what bytes are: clients may claim any name and type -------------------------------------------
 
 
 def is_video(data: bytes) -> bool:
-    """Whether bytes are a video, by their start: clients may claim any name and type."""
     if data[4:8] == b"ftyp":
         return data[8:11] not in (b"avi", b"hei", b"mif", b"msf")  # AVIF and HEIF are pictures
-    return data[:4] == _VIDEO_MAGIC[0] or (data[:4] == _VIDEO_MAGIC[1] and data[8:11] == b"AVI")
+    return data[:4] == b"\x1aE\xdf\xa3" or (data[:4] == b"RIFF" and data[8:11] == b"AVI")
+
+
+def is_pdf(data: bytes) -> bool:
+    return data[:1024].lstrip()[:5] == b"%PDF-"
+
+
+def is_package(data: bytes) -> bool:
+    return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= tensorfile.MAX_HEADER
 
 
 def check_video(data: bytes, most: int) -> None:
@@ -60,11 +78,10 @@ def check_video(data: bytes, most: int) -> None:
         with av.open(io.BytesIO(data)) as container:
             stream = container.streams.video[0]
             frame = 3 * stream.codec_context.width * stream.codec_context.height
-            size = frames = 0
+            frames = 0
             for packet in container.demux(stream):
                 frames += bool(packet.size)
-                size = frames * frame
-                if size > most or frames > MAX_FRAMES:
+                if frames * frame > most or frames > MAX_FRAMES:
                     raise _clip_too_large("a video", most)
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise ImageError(f"a video cannot be read: {type(error).__name__}") from None
@@ -86,19 +103,7 @@ def _clip_too_large(what: str, most: int) -> ApiError:
     return ApiError(400, text, param="messages", code="media_clip_too_large")
 
 
-_ALONE = (
-    "a tensor alone has no identity; send the bytes of a .sight file as base64 or a data URI, or "
-    "the id of an uploaded one: it holds features, grid and identity"
-)
-_SIZES = ("detail", "min_pixels", "max_pixels", "mm_processor_kwargs")
-
-
-def is_package(data: bytes) -> bool:
-    """Whether bytes are a package, by their start: a header length and its beginning."""
-    return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= tensorfile.MAX_HEADER
-
-
-def package_in(data: bytes, place: str, part: schema.PicturePart | None, unused: Unused) -> Package:
+def _package_in(data: bytes, place: str) -> Package:
     """The package of an image, with every byte checked."""
     try:
         found = Package.from_record(
@@ -109,13 +114,10 @@ def package_in(data: bytes, place: str, part: schema.PicturePart | None, unused:
         raise ApiError(400, what, param=place, code="invalid_package") from error
     if found.modality != "image":
         raise refused(place, f"a package of {found.modality!r}; expected an image package")
-    for name in _SIZES:
-        if getattr(part, name, None) is not None:
-            unused.add(f"{place}.{name}", "features are as they were made")
     return found
 
 
-LOW = 512 * 512  # the limit for `detail: "low"`
+# -- how large pictures are shown ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,13 @@ class ImageSizes:
         self._least = given.get("min_pixels") or size.get("shortest_edge") or 0
         self._most = given.get("max_pixels") or size.get("longest_edge") or 0
         self._older = [(name, None) for name in ("min_pixels", "max_pixels") if name in given]
-        self.by_pixels = {"min_pixels", "max_pixels"} <= set(known) and self._most > 0
+        self._by_pixels = {"min_pixels", "max_pixels"} <= set(known) and self._most > 0
 
     def shown(self, least: int | None, most: int | None, place: str, unused: Unused) -> SentImage:
         """The size for a request's limits: the processor's own rule with these limits."""
         if least is not None and most is not None and least > most:
             raise invalid(place, f"{place}: min_pixels {least} is more than max_pixels {most}")
-        if not self.by_pixels:
+        if not self._by_pixels:
             if least is not None:
                 unused.add(f"{place}.min_pixels", "this model's processor has its own sizes")
             return SentImage(most)
@@ -157,12 +159,7 @@ class ImageSizes:
         return SentImage(most, (("size", size), *self._older))
 
 
-def is_pdf(data: bytes) -> bool:
-    """Whether bytes are a PDF, by their start: clients may claim any name and type."""
-    return data[:1024].lstrip()[:5] == b"%PDF-"
-
-
-def picture(data: bytes, shown: SentImage, largest: int) -> bytes | Source:
+def _picture(data: bytes, shown: SentImage, largest: int) -> bytes | Source:
     """A picture for the library, in the size to be shown; only its header is read here."""
     width, height = size_of(data, "it")
     if width * height > largest:
@@ -190,35 +187,45 @@ def _too_large(what: str, largest: int, hint: str) -> ApiError:
     return ApiError(400, text, param="messages", code="image_too_large")
 
 
-def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
+def _pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
     """The pages of a PDF, each at most `largest` pixels, drawn only if not yet known."""
-    from keepsight.encode import documents  # the library is not thread-safe: one lock for all
+    from keepsight.encode import documents  # optional: it needs pypdfium2
 
     library, cap = documents.pdfium(), shown.most
-    with documents.pdf_lock():
-        try:
-            document = library.PdfDocument(data)
-        except library.PdfiumError:
-            raise ImageError("a PDF cannot be opened: it is damaged, or needs a password") from None
-        try:
-            count = len(document)
-            if not 0 < count <= most:
-                what = f"a PDF has {count} pages; expected 1 to {most} in one request"
-                raise invalid("messages", what)
-            for number in range(count):
-                size = document.get_page_size(number)
-                width, height = (max(1, round(side * _scale(size, cap, dpi))) for side in size)
-                if width * height > largest:
-                    what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
-                    raise _too_large(what, largest, "with max_pixels it is drawn smaller")
-        finally:
-            document.close()
+    with _opened_pdf(data) as document:
+        count = len(document)
+        if not 0 < count <= most:
+            what = f"a PDF has {count} pages; expected 1 to {most} in one request"
+            raise invalid("messages", what)
+        for number in range(count):
+            size = document.get_page_size(number)
+            width, height = (max(1, round(side * _scale(size, cap, dpi))) for side in size)
+            if width * height > largest:
+                what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
+                raise _too_large(what, largest, "with max_pixels it is drawn smaller")
     name = digests.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
     for number in range(count):
         label = f"page {number + 1} of a PDF"
         page = digests.digest("sent pdf page", name, number, dpi, cap)
         draw = functools.partial(_drawn, data, number, cap, dpi, label)
         yield Source(page, draw, label, [], options=shown.options)
+
+
+@contextlib.contextmanager
+def _opened_pdf(data: bytes) -> Iterator[Any]:
+    """A PDF, under the one lock for all: the library is not thread-safe."""
+    from keepsight.encode import documents
+
+    library = documents.pdfium()
+    with documents.pdf_lock():
+        try:
+            document = library.PdfDocument(data)
+        except library.PdfiumError:
+            raise ImageError("a PDF cannot be opened: it is damaged, or needs a password") from None
+        try:
+            yield document
+        finally:
+            document.close()
 
 
 def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:
@@ -231,8 +238,7 @@ def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> I
     from keepsight.encode import documents
 
     library = documents.pdfium()
-    with documents.pdf_lock():
-        document = library.PdfDocument(data)
+    with _opened_pdf(data) as document:
         try:
             page = document[number]
             width, height = page.get_size()
@@ -247,51 +253,66 @@ def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> I
             return image if image.mode == "RGB" else image.convert("RGB")
         except library.PdfiumError:
             raise ImageError(f"{label} cannot be drawn") from None
-        finally:
-            document.close()
 
 
-FETCHED = ("http", "https")
+# -- messages --------------------------------------------------------------------------------------
+
+_LOW = 512 * 512  # the limit for `detail: "low"`
+_FETCHED = ("http", "https")
 _ON_DISK = ("file-", "file:", "/")  # uploads by id, and files below allowed folders
 _LONGEST_PATH = 4096  # base64 may begin with a slash too
-WORDS = (schema.TextPart, schema.RefusalPart, schema.ThoughtPart)
+_LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
+_NAME = re.compile(r"\bmessage(\.name\b|\[.name.\])")  # of a speaker, in a chat template
+_VIDEO = ("video_url", "video", "url", "path")
+# The fields of a part that may hold its medium, by its type; and those of a record in such a field.
+_HOLDERS = {
+    "image_embeds": ("image_embeds",),
+    **dict.fromkeys(("video_url", "video", "input_video"), _VIDEO),
+    "input_audio": ("input_audio",),
+    "file": ("file",),
+    "input_file": ("file_id", "file_data", "file_url"),
+}
+_PICTURE = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
+_INSIDE = {
+    "file": ("file_id", "file_data", "file_url"),
+    "source": ("data", "url"),
+    "input_audio": ("data",),
+}
+_BASE64 = ("base64", "data", "source", "file_data", "image_embeds")  # if it is no address
+_ALONE = (
+    "a tensor alone has no identity; send the bytes of a .sight file as base64 or a data URI, or "
+    "the id of an uploaded one: it holds features, grid and identity"
+)
 
 
-def waits(messages: list[schema.ChatMessage]) -> bool:
+def waits(messages: Iterable[ChatMessage]) -> bool:
     """Whether any medium of some messages is on a disk or at another server."""
     return any(
-        scheme(address) in FETCHED
+        _scheme(address) in _FETCHED
         or (address.startswith(_ON_DISK) and len(address) <= _LONGEST_PATH)
         for message in messages
-        for given in (message.images, message.content)
-        if isinstance(given, list)
-        for address in _texts(given)
+        for address in _addresses(message)
+        if isinstance(address, str)
     )
 
 
-def scheme(url: str) -> str:
+def _addresses(message: ChatMessage) -> Iterator[object]:
+    """Whatever may be the address of a medium."""
+    yield from message.images or ()
+    for part in message.content if isinstance(message.content, list) else ():
+        if isinstance(part, MediaPart):
+            for value in vars(part).values():
+                yield from vars(value).values() if isinstance(value, Address) else (value,)
+
+
+def _scheme(url: str) -> str:
     """The text before the first colon of an address."""
     return url[:8].partition(":")[0].lower()
 
 
-def _texts(value: object) -> Iterator[str]:
-    """All texts in a value that may be addresses."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
-    elif isinstance(value, BaseModel) and not isinstance(value, WORDS):
-        for name in type(value).model_fields:
-            yield from _texts(getattr(value, name))
-
-
-_LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
-
-
 @dataclass
 class MessageReader:
-    """Collects the media of one request. `tenant` owns the uploaded files."""
+    """Reads the messages of one request. `tenant` owns the uploaded files."""
 
     config: ServerConfig
     files: Files
@@ -299,216 +320,160 @@ class MessageReader:
     limits: tuple[int | None, int | None] = (None, None)  # of the request, in pixels
     sizes: ImageSizes = field(default_factory=lambda: ImageSizes(None, {}))
     unused: Unused = field(default_factory=Unused)
-    images: int = 0
-    pixels: int = 0
+    _images: int = 0
+    _pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
-    _shows_names: bool = False
 
-    def messages(self, messages: list[schema.ChatMessage], template: str) -> RenderedMessages:
+    def messages(self, messages: list[ChatMessage], template: str) -> RenderedMessages:
         """All messages, for a template that must have a place for their contents."""
         if len(messages) > (most := self.config.max_messages):
             what = f"{len(messages)} messages, this server takes at most {most}"
             raise invalid("messages", what)
         if "tool_calls" not in template and any(message.tool_calls for message in messages):
             raise refused("messages", "the chat template of this model has no place for tool_calls")
-        self._check_number(messages)
-        self._shows_names = _NAME.search(template) is not None
-        made = RenderedMessages(self._message(m, *m.places(i)) for i, m in enumerate(messages))
-        made.large = self.pixels >= LARGE_PICTURES or characters(made) > LARGE_TEXT
+        names = _NAME.search(template) is not None
+        made = RenderedMessages(
+            self._message(m, names, *m.places(i)) for i, m in enumerate(messages)
+        )
+        made.large = self._pixels >= LARGE_PICTURES or characters(made) > LARGE_TEXT
         return made
 
-    def _check_number(self, messages: list[schema.ChatMessage]) -> None:
-        """Count pictures before any is read: each part that is not text shows at least one."""
-        shown = 0
-        for number, message in enumerate(messages):
-            place, content = message.places(number)
-            given = message.content if isinstance(message.content, list) else []
-            pictures = [spot for spot, part in enumerate(given) if not isinstance(part, WORDS)]
-            room = self.config.max_images - shown
-            if len(pictures) > room:
-                raise self._too_many(f"{content}[{pictures[room]}]")
-            shown += len(pictures) + len((message.role == "user" and message.images) or ())
-            if shown > self.config.max_images:
-                raise self._too_many(f"{place}.images")
+    def _count(self, number: int, place: str) -> None:
+        self._images += number
+        if self._images > self.config.max_images:
+            what = f"more than {self.config.max_images} images in one request"
+            raise ApiError(400, what, param=place, code="too_many_images")
 
-    def _too_many(self, place: str) -> ApiError:
-        what = f"more than {self.config.max_images} images in one request"
-        return ApiError(400, what, param=place, code="too_many_images")
-
-    def _message(self, message: schema.ChatMessage, place: str, content: str) -> Rendered:
+    def _message(self, message: ChatMessage, names: bool, place: str, content: str) -> Record:
         role = "system" if message.role == "developer" else message.role
-        made: Rendered = {"role": role, "content": self._content(message, content)}
-        if message.images and message.role == "user":
-            shown = self._bare(message.images, f"{place}.images")
-            made["content"] = [*shown, *made["content"]]
-        if message.role == "tool" and message.tool_call_id is None:
-            raise invalid(f"{place}.tool_call_id", "a tool's message needs its tool_call_id")
-        thought = message.thought() or _thought_in(message.content)
-        more = {"name": message.name, "tool_call_id": message.tool_call_id}
-        more["reasoning_content"] = thought
-        made |= {name: value for name, value in more.items() if value is not None}
-        if message.tool_calls:
-            calls = enumerate(message.tool_calls)
-            made["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in calls]
-        self._name_unused(message, place)
-        return made
-
-    def _name_unused(self, message: schema.ChatMessage, place: str) -> None:
-        """Report the fields of a message that the prompt leaves out; refuse those it would need."""
+        made: Record = {"role": role, "content": self._content(message, content)}
+        if message.images and role == "user":
+            made["content"] = [*self._beside(message.images, place), *made["content"]]
+        elif message.images:
+            self.unused.add(f"{place}.images", "pictures are read in messages of the user")
         if not is_empty(message.function_call):
             raise refused(f"{place}.function_call", "deprecated; send it as tool_calls")
-        if message.name is not None and message.role != "tool" and not self._shows_names:
+        if role == "tool" and message.tool_call_id is None:
+            raise invalid(f"{place}.tool_call_id", "a tool's message needs its tool_call_id")
+        if message.name is not None and role != "tool" and not names:
             why = "the chat template of this model has no place for the names of speakers"
             self.unused.add(f"{place}.name", why)
-        if message.images and message.role != "user":
-            self.unused.add(f"{place}.images", "pictures are read in messages of the user")
+        more = {"name": message.name, "tool_call_id": message.tool_call_id}
+        more["reasoning_content"] = _thought_of(message)
+        made |= {name: value for name, value in more.items() if value is not None}
+        if message.tool_calls:
+            made["tool_calls"] = list(map(_called, message.tool_calls))
+        return made
 
-    def _content(self, message: schema.ChatMessage, place: str) -> str | list[Record] | None:
-        content = message.content
-        if content is None or (content == [] and message.role == "assistant"):
-            if message.refusal is not None:
-                content = message.refusal
-            elif message.tool_calls:
-                return None
-            elif message.role == "assistant" or message.images:
-                content = ""
-            else:
-                raise invalid(place, f"{place} is missing; expected a text or a list of parts")
-        if isinstance(content, str):
-            text = content
-            return [_text(text)] if message.role in _LISTS else text
-        if not content:
-            raise invalid(place, f"{place} is an empty list; expected at least one part")
-        made = []
-        for i, part in enumerate(content):
-            with _located(f"{place}[{i}]"):
-                if isinstance(part, schema.ThoughtPart) and message.role == "assistant":
-                    continue
-                made += self._part(part, f"{place}[{i}]")
-        if message.role not in _LISTS and all(part["type"] == "text" for part in made):
-            return "".join(part["text"] for part in made)
-        return made or [_text("")]
-
-    def _part(self, part: schema.Part, place: str) -> list[Record]:
-        if isinstance(part, schema.TextPart):
-            return [_text(part.text)]
-        if isinstance(part, schema.RefusalPart):
-            return [_text(part.refusal)]
-        if isinstance(part, schema.ThoughtPart):
-            raise invalid(place, f"{place}: thoughts are parts of an assistant's message")
-        if isinstance(part, schema.ImagePart):
-            where, field_name = _one_of(part, _HOLDERS, place)
-            return self._image(part, where, f"{place}.{field_name}", place)
-        if isinstance(part, schema.EmbedsPart):
-            inside, text = f"{place}.image_embeds", part.image_embeds
-            found = self._bare([text], inside) if text and isinstance(text, str) else [{}]
-            if not all(isinstance(one.get("image"), Package) for one in found):
-                raise refused(inside, _ALONE)
-            return found
-        if isinstance(part, schema.VideoPart):
-            where, _ = _one_of(part, ("video_url", "video", "url", "path"), place)
-            data = self._bytes(where if isinstance(where, str) else where.url or "", place)
-            return [self._video(data)]
-        if isinstance(part, schema.SoundPart):
-            data = _decoded(part.input_audio.data, place)
-            check_sound(data, self.config.clip_bytes)
-            return [{"type": "audio", "audio": data}]
-        return self._file(part, place)
-
-    def _image(
-        self, part: schema.PicturePart, where: Given, inside: str, place: str
-    ) -> list[Record]:
-        """A picture from any of the fields that may hold it."""
-        detail = part.detail
-        if isinstance(where, schema.EncodedSource):
-            if (where.data is None) == (where.url is None):
-                raise invalid(inside, f"{inside}: give either data or url")
-            where = where.data or where.url or ""
-        if isinstance(where, schema.Address):
-            detail = where.detail or detail
-        where = where if isinstance(where, str) else where.url
-        if (
-            inside.endswith((".base64", ".data", ".source", ".file_data"))
-            and scheme(where) not in FETCHED
-        ):
-            data = _decoded(where, inside)
-        elif inside.endswith(".file_id"):
-            data = self.files.read(self.tenant, where, inside)
-        else:
-            data = self._bytes(where, inside)
-        return self._pictures(data, self._shown(part, detail, place), place, part)
-
-    def _bare(self, images: list[object], place: str) -> list[Record]:
+    def _beside(self, images: list[object], place: str) -> list[Record]:
         """Pictures beside a text, as in Ollama: bare base64, data URIs or addresses."""
         made = []
-        for i, image in enumerate(images):
-            here = f"{place}[{i}]"
+        for number, image in enumerate(images):
+            here = f"{place}.images[{number}]"
             if not isinstance(image, str) or not image:
                 raise invalid(here, f"{here}: expected base64, a data URI or an address")
             with _located(here):
-                named = scheme(image) in (*FETCHED, "data", "file") or image.startswith("file-")
-                data = self._bytes(image, here) if named else _decoded(image, here)
-                made += self._pictures(data, self._shown(None, None, here), here)
+                made += self._pictures(self._data(image, "base64", here), None, None, here)
         return made
 
-    def _video(self, data: bytes) -> Record:
+    def _content(self, message: ChatMessage, place: str) -> str | list[Record] | None:
+        content, lists = message.content, message.role in _LISTS
+        if content is None or (content == [] and message.role == "assistant"):
+            if message.refusal is None and message.tool_calls:
+                return None
+            content = message.refusal
+            if content is None and message.role != "assistant" and not message.images:
+                raise invalid(place, f"{place} is missing; expected a text or a list of parts")
+        if content is None or isinstance(content, str):
+            return [_text(content or "")] if lists else content or ""
+        if not content:
+            raise invalid(place, f"{place} is an empty list; expected at least one part")
+        made = []
+        for number, part in enumerate(content):
+            with _located(f"{place}[{number}]"):
+                if not (isinstance(part, ThoughtPart) and message.role == "assistant"):
+                    made += self._part(part, f"{place}[{number}]")
+        if not lists and all(part["type"] == "text" for part in made):
+            return "".join(part["text"] for part in made)
+        return made or [_text("")]
+
+    def _part(self, part: Part, place: str) -> list[Record]:
+        if isinstance(part, TextPart):
+            return [_text(part.text)]
+        if isinstance(part, RefusalPart):
+            return [_text(part.refusal)]
+        if isinstance(part, JsonPart):
+            return [_text(json.dumps(part.data, ensure_ascii=False))]
+        if isinstance(part, ThoughtPart):
+            raise invalid(place, f"{place}: thoughts are parts of an assistant's message")
+        given, name = _one_of(part, _HOLDERS.get(part.type, _PICTURE), place)
+        detail, inside = part.detail, f"{place}.{name}"
+        if isinstance(given, Address):
+            detail = given.detail or detail
+            given, inner = _one_of(given, _INSIDE.get(name, ("url",)), inside)
+            if name == "file":
+                name, inside = inner, f"{inside}.{inner}"
+        if not isinstance(given, str) or not given:
+            raise refused(inside, _ALONE)
+        if part.type == "input_audio":
+            self._count(1, place)
+            data = _decoded(given, place)
+            check_sound(data, self.config.clip_bytes)
+            return [{"type": "audio", "audio": data}]
+        data = self._data(given, name, inside)
+        if _HOLDERS.get(part.type) is _VIDEO:
+            return self._video(data, place)
+        found = self._pictures(data, detail, part, place)
+        if part.type == "image_embeds" and not isinstance(found[0].get("image"), Package):
+            raise refused(inside, _ALONE)
+        return found
+
+    def _video(self, data: bytes, place: str) -> list[Record]:
+        self._count(1, place)
         check_video(data, self.config.clip_bytes)
-        return {"type": "video", "video": data}
-
-    def _shown(self, part: schema.PicturePart | None, detail: str | None, place: str) -> SentImage:
-        """The size of a picture: the part's own minimum, and the smallest of all maximums."""
-        least, most = part.limits() if part is not None else (None, None)
-        caps = [self.limits[1], most, LOW if detail == "low" else None]
-        most = min((cap for cap in caps if cap is not None), default=None)
-        return self.sizes.shown(
-            self.limits[0] if least is None else least, most, place, self.unused
-        )
-
-    def _file(self, part: schema.FilePart | schema.InputFile, place: str) -> list[Record]:
-        held, inside = (
-            (part.file, f"{place}.file") if isinstance(part, schema.FilePart) else (part, place)
-        )
-        where, name = _one_of(held, ("file_id", "file_data", "file_url"), inside)
-        return self._image(part, where, f"{inside}.{name}", place)
+        return [{"type": "video", "video": data}]
 
     def _pictures(
-        self, data: bytes, shown: SentImage, place: str, part: schema.PicturePart | None = None
+        self, data: bytes, detail: str | None, part: MediaPart | None, place: str
     ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, depending on the bytes."""
         if not is_pdf(data) and is_video(data):
-            return [self._video(data)]
+            return self._video(data, place)
+        least, most = part.limits() if part is not None else (None, None)
+        caps = [self.limits[1], most, _LOW if detail == "low" else None]
+        most = min((cap for cap in caps if cap is not None), default=None)
+        least = self.limits[0] if least is None else least
+        shown = self.sizes.shown(least, most, place, self.unused)
         found: list[bytes | Source | Package]
         if is_pdf(data):
-            room = self.config.max_images - self.images
+            room = self.config.max_images - self._images
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
-            found = [*pages(data, shown, self.config.pdf_dpi, max(1, room), largest)]
-            self.pixels += LARGE_PICTURES  # drawing is slow for any PDF
+            found = [*_pages(data, shown, self.config.pdf_dpi, max(1, room), largest)]
+            self._pixels += LARGE_PICTURES  # drawing is slow for any PDF
         elif is_package(data):
-            found = [package_in(data, place, part, self.unused)]
+            found = [_package_in(data, place)]
         else:
-            found = [picture(data, shown, self.config.max_image_pixels)]
-            self.pixels += math.prod(size_of(data, "it"))
-        self.images += len(found)
-        if self.images > self.config.max_images:
-            raise self._too_many(place)
+            found = [_picture(data, shown, self.config.max_image_pixels)]
+            self._pixels += math.prod(size_of(data, "it"))
+        self._count(len(found), place)
         return [{"type": "image", "image": image} for image in found]
 
     # -- addresses -------------------------------------------------------------------------------
 
-    def _bytes(self, url: str, place: str) -> bytes:
-        where_from = scheme(url)
-        if where_from == "data":
-            return _decoded(url, place)
-        if where_from in FETCHED:
-            if url not in self._fetched:
+    def _data(self, given: str, name: str, place: str) -> bytes:
+        """The bytes that a field of this name holds, or says where they are."""
+        scheme = _scheme(given)
+        if name == "file_id" or given.startswith("file-"):
+            return self.files.read(self.tenant, given, place)
+        if scheme in _FETCHED:
+            if given not in self._fetched:
                 left = self.config.url_bytes - sum(map(len, self._fetched.values()))
-                seconds = self.config.url_timeout
-                fetcher = Fetcher(max(left, 0), seconds, self.config.allow_private_urls)
-                self._fetched[url] = fetcher.fetch(url)
-            return self._fetched[url]
-        if url.startswith("file-"):
-            return self.files.read(self.tenant, url, place)
-        return _bare_picture(url) or self._local(url, place)
+                seconds, private = self.config.url_timeout, self.config.allow_private_urls
+                self._fetched[given] = Fetcher(max(left, 0), seconds, private).fetch(given)
+            return self._fetched[given]
+        if scheme == "data" or (name in _BASE64 and scheme != "file"):
+            return _decoded(given, place)
+        return _bare_picture(given) or self._local(given, place)
 
     def _local(self, url: str, place: str) -> bytes:
         """A file under an allowed folder. Forbidden files look like absent ones."""
@@ -517,13 +482,12 @@ class MessageReader:
         refusal = ApiError(400, text, param=place, code="invalid_image_url")
         if not self.config.allow_path or "\0" in url:
             raise refusal
-        text = url
         if url.startswith("file://"):
-            text = urllib.request.url2pathname(urllib.parse.urlsplit(url).path)
+            url = urllib.request.url2pathname(urllib.parse.urlsplit(url).path)
         try:
-            path = Path(text).resolve(strict=True)
+            path = Path(url).resolve(strict=True)
             roots = [expanded(root).resolve() for root in self.config.allow_path]
-            if not Path(text).is_absolute() or not any(path.is_relative_to(r) for r in roots):
+            if not Path(url).is_absolute() or not any(path.is_relative_to(r) for r in roots):
                 raise refusal
             status = path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > self.config.url_bytes:
@@ -547,28 +511,34 @@ def _located(place: str) -> Iterator[None]:
         raise
 
 
-_NAME = re.compile(r"\bmessage(\.name\b|\[.name.\])")  # of a speaker, in a chat template
-Given = str | schema.Address | schema.EncodedSource  # the fields that may hold a medium
-
-
-def _one_of(part: BaseModel, names: tuple[str, ...], place: str) -> tuple[Given, str]:
+def _one_of(part: object, names: tuple[str, ...], place: str) -> tuple[object, str]:
     """The one field of several that is given, and its name."""
-    given = [name for name in names if getattr(part, name, None) is not None]
+    given = [name for name in names if getattr(part, name) is not None]
     if len(given) != 1:
-        what = f"it needs one of {', '.join(names)}"
-        raise invalid(place, f"{place}: {what}")
+        raise invalid(place, f"{place}: it needs one of {', '.join(names)}")
     return getattr(part, given[0]), given[0]
 
 
-def _thought_in(content: object) -> str | None:
-    """Thoughts that are parts of the content."""
-    if not isinstance(content, list):
-        return None
-    thoughts = [part for part in content if isinstance(part, schema.ThoughtPart)]
+def _thought_of(message: ChatMessage) -> str | None:
+    """A thought in any of its places: a field, or parts of the content."""
+    for said in (message.reasoning_content, message.reasoning):
+        if isinstance(said, str):
+            return said
+    parts = message.content if isinstance(message.content, list) else ()
+    thoughts = [part for part in parts if isinstance(part, ThoughtPart)]
     return "".join(part.thinking or part.text or "" for part in thoughts) or None
 
 
-_HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
+def _called(call: ToolCall) -> Record:
+    """A call as templates want it: its arguments as a record, if possible."""
+    given = call.function.arguments
+    read = loaded(given) if isinstance(given, str) else given
+    function = {"name": call.function.name, "arguments": read if isinstance(read, dict) else given}
+    return {
+        **({} if call.id is None else {"id": call.id}),
+        "type": "function",
+        "function": function,
+    }
 
 
 def _text(text: str) -> Record:
@@ -596,15 +566,3 @@ def _bare_picture(text: str) -> bytes | None:
         return data if is_pdf(data) or min(size_of(data, "it")) > 0 else None
     except (ValueError, ImageError):
         return None
-
-
-def _call(call: schema.ToolCall, place: str) -> Record:
-    """A tool call as templates want it: arguments as a record, if possible."""
-    given = call.function.arguments
-    arguments = given if isinstance(given, dict) else arguments_of(given)
-    name = call.function.name
-    return {
-        **({} if call.id is None else {"id": call.id}),
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }

@@ -24,7 +24,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches: Callable[[], Record], engine: _Stats) -> None:
+        """`caches`, `engine`: what tells the states of caches and scheduler."""
         self.registry = CollectorRegistry()
         make: Record = {"namespace": "keepsight", "registry": self.registry}
         self._requests = Counter("requests", "Requests.", ["path", "status"], **make)
@@ -40,6 +41,7 @@ class Metrics:
         self._first = Histogram("time_to_first_token_seconds", "Until the first token.", **times)
         self._whole = Histogram("request_duration_seconds", "Until the last byte.", **times)
         self._queued = Histogram("request_queue_time_seconds", "Until work begins.", **times)
+        self.registry.register(_State(caches, engine))
 
     def finished(self, path: str, status: int, seconds: float) -> None:
         self._requests.labels(path, str(status)).inc()
@@ -57,10 +59,6 @@ class Metrics:
             self._first.observe(times["first_token"] / 1e3)
         if "queued" in times:
             self._queued.observe(times["queued"] / 1e3)
-
-    def watch(self, caches: Callable[[], Record], engine: _Stats) -> None:
-        """Set the source of cache and scheduler states."""
-        self.registry.register(_State(caches, engine))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -17,9 +17,9 @@ from keepsight.kinds import Record
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d[\d.]*")
 _DEEP = 8  # references and unions within each other that are followed
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,17 @@ class OutputParser:
         """The rest; an unfinished call is text, because it cannot be run."""
         rest, self._held = self._held, ""
         if self._in == "call":
-            call = read_call(rest.removesuffix(CALL_END), self._parameters)
-            if call is not None:
+            if (call := _read_call(rest.removesuffix(CALL_END), self._parameters)) is not None:
                 yield call
                 return
             rest, self._in = CALL + rest, "text"
-        if rest:
-            yield from self._say(rest)
+        yield from self._say(rest)
 
     def _advance(self) -> Iterator[OutputPiece]:
         if self._in == "call":
             inside, end, rest = self._held.partition(CALL_END)
             if end:
-                call = read_call(inside, self._parameters)
+                call = _read_call(inside, self._parameters)
                 self._held, self._in = rest, "text"
                 self._after_thought = call is not None
                 yield call or OutputPiece("text", CALL + inside + CALL_END)
@@ -98,10 +96,10 @@ class OutputParser:
             return
         keep = max((_overlap(self._held, t) for t in tags), default=0)
         head = self._held[: len(self._held) - keep]
-        trimmed = head if self._in == "thought" or self._tools is False else head.rstrip()
-        # Spaces before a call are dropped, so they wait for what follows.
-        self._held = self._held[len(trimmed) :]
-        yield from self._say(trimmed)
+        if self._in == "text" and self._tools:
+            head = head.rstrip()  # spaces before a call are dropped, so they wait for what follows
+        self._held = self._held[len(head) :]
+        yield from self._say(head)
 
     def _tags(self) -> dict[str, str]:
         if self._in == "thought":
@@ -113,55 +111,51 @@ class OutputParser:
         return {**tags, THINK: "thought"} if begins else tags
 
     def _say(self, text: str, tag: str = "") -> Iterator[OutputPiece]:
-        if self._in == "thought":
-            text = text.lstrip("\n") if self._fresh else text
-        elif self._after_thought:
+        if self._after_thought or (self._in == "thought" and self._fresh):
             text = text.lstrip("\n")
         if tag in (CALL, THINK):
             text = text.rstrip()
         if text:
-            if self._in == "text":
-                self._after_thought = False
+            self._after_thought = False
             self._fresh = self._fresh and not text.strip()
             yield OutputPiece(self._in, text)
 
 
-def arguments_of(text: str) -> object:
-    """The arguments of a call as templates want them: a record, if possible."""
+def _overlap(text: str, tag: str) -> int:
+    """The number of characters at the end of `text` that begin `tag`."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def loaded(text: str) -> object:
+    """A text as JSON; itself if it is none."""
     try:
-        arguments = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return arguments if isinstance(arguments, dict) else text
 
 
-def read_call(text: str, parameters: Mapping[str, Record]) -> OutputPiece | None:
+def _read_call(text: str, parameters: Mapping[str, Record]) -> OutputPiece | None:
     """Parse a call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None if it is
     neither."""
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return _tagged(text, parameters)
-    if not isinstance(record, dict) or not isinstance(record.get("name"), str):
+    record = loaded(text)
+    if isinstance(record, str) and (found := _FUNCTION.fullmatch(text)) is not None:
+        name, known = found[1], parameters.get(found[1], {})
+        schemas = known.get("properties")
+        schemas = schemas if isinstance(schemas, dict) else {}
+        arguments: object = {
+            key: _value(value, types_of(schemas[key], known) if key in schemas else None)
+            for key, value in _PARAMETER.findall(found[2])
+        }
+    elif isinstance(record, dict) and isinstance(record.get("name"), str):
+        name, arguments = record["name"], record.get("arguments", record.get("parameters", {}))
+    else:
         return None
-    arguments = record.get("arguments", record.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return OutputPiece("call", arguments, record["name"], new_call_id())
-
-
-def _tagged(text: str, parameters: Mapping[str, Record]) -> OutputPiece | None:
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        return None
-    known = parameters.get(found[1], {})
-    properties = known.get("properties")
-    schemas = properties if isinstance(properties, dict) else {}
-    arguments = {
-        name: _value(value, types_of(schemas[name], known) if name in schemas else None)
-        for name, value in _PARAMETER.findall(found[2])
-    }
-    return OutputPiece("call", json.dumps(arguments, ensure_ascii=False), found[1], new_call_id())
+    return OutputPiece("call", arguments, name, f"call_{uuid.uuid4().hex}")
 
 
 def _value(text: str, types: set[str] | None) -> object:
@@ -170,12 +164,11 @@ def _value(text: str, types: set[str] | None) -> object:
     looks = text[:1] in "[{" or text in ("true", "false", "null") or _NUMBER.fullmatch(text)
     if types == {"string"} or (types is None and not looks):
         return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    value = loaded(text)
     return value if types is None or types_of({"const": value}, {}) & types else text
 
+
+# -- schemas of arguments --------------------------------------------------------------------------
 
 _NAMES: dict[type, set[str]] = {
     str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"},
@@ -197,8 +190,8 @@ def alternatives(schema: object, root: Record) -> Iterator[Record]:
             waiting += [(each, depth + 1) for each in union]
         elif isinstance(one.get("type"), list):
             waiting += [({**one, "type": each}, depth) for each in one["type"]]
-        elif "enum" in one and isinstance(one["enum"], list) and len(_kinds(one["enum"])) > 1:
-            for kind in _kinds(one["enum"]):
+        elif isinstance(one.get("enum"), list) and len(kinds := _kinds(one["enum"])) > 1:
+            for kind in kinds:
                 yield {"enum": [value for value in one["enum"] if type(value) is kind]}
         else:
             yield one
@@ -226,13 +219,3 @@ def _referenced(place: str, root: Record) -> object:
     for name in place.removeprefix("#").strip("/").split("/"):
         found = found.get(name) if isinstance(found, dict) else None
     return found
-
-
-def new_call_id() -> str:
-    """An id for a call of a tool."""
-    return f"call_{uuid.uuid4().hex}"
-
-
-def _overlap(text: str, tag: str) -> int:
-    """The number of characters at the end of `text` that begin `tag`."""
-    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)

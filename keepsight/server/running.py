@@ -17,11 +17,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keepsight.core.together import Together
 from keepsight.errors import InputError, KeepsightError
-from keepsight.kinds import Options
 from keepsight.server import log
 from keepsight.server.app import build
 from keepsight.server.config import ServerConfig
@@ -44,7 +44,7 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
     if config.decision_config is not None:
         vlm.decider.config = config.decision_config
     if config.warm_up:
-        warm_up(vlm)
+        _warm_up(vlm)
     together = Together(
         vlm,
         max_running=config.max_running,
@@ -54,15 +54,11 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
     return Service(vlm, together, name, config)
 
 
-def warm_up(vlm: VLM) -> None:
+def _warm_up(vlm: VLM) -> None:
     """Give one small answer, so that the first client does not wait for one-time work."""
-    from PIL import Image
-
-    whose = "keepsight warm-up"
-    asked: list[Options] = [{"type": "text", "text": "x"}]
+    whose, image = "keepsight warm-up", Image.new("RGB", (64, 64), "white")
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "x"}]
     with contextlib.suppress(KeepsightError):  # a model without pictures is warm without one
-        image = Image.new("RGB", (64, 64), "white")
-        content = [{"type": "image", "image": image}, *asked]
         vlm.chat([{"role": "user", "content": content}], max_new_tokens=2, tenant=whose)
     vlm.clear(store=True, tenant=whose)
 
@@ -70,9 +66,9 @@ def warm_up(vlm: VLM) -> None:
 class Server(uvicorn.Server):
     """Uvicorn, but draining before it stops listening."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service, self._drain = service, drain
+        self._service, self._drain = service, service.config.drain
         self.ready: Callable[[int], object] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -110,23 +106,20 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_SWEEP)
 
     async def _close_soon(self) -> None:
-        if not await self._done_within(self._drain):
+        await self._done_within(self._drain)
+        if self._service.admitted:
             # What still runs ends with an error that its client can read.
-            ending = asyncio.create_task(
-                asyncio.to_thread(self._service.scheduler.together.close, 0.0)
-            )
+            ending = asyncio.create_task(asyncio.to_thread(self._service.together.close, 0.0))
             await self._done_within(_LAST_WORDS)
             ending.cancel()
         self.should_exit = True
 
-    async def _done_within(self, seconds: float) -> bool:
-        """Whether all admitted requests are done within `seconds`. Refusals, and clients still
-        sending refused bodies, are not waited for."""
+    async def _done_within(self, seconds: float) -> None:
+        """Wait for all admitted requests; not for refusals, and clients still sending bodies."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._service.admitted:
                     await asyncio.sleep(_POLL)
-        return not self._service.admitted
 
 
 class Connection(H11Protocol):
@@ -155,12 +148,11 @@ class Connection(H11Protocol):
 
 def make_server(service: Service) -> Server:
     config = service.config
-    protocol = type("Connection", (Connection,), {"idle": config.idle_timeout})
     settings = uvicorn.Config(
         build(service),
         host=config.host,
         port=config.port,
-        http=protocol,
+        http=type("Connection", (Connection,), {"idle": config.idle_timeout}),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -174,7 +166,7 @@ def make_server(service: Service) -> Server:
         limit_concurrency=config.max_connections + 1,
         backlog=2048,
     )
-    return Server(settings, service, config.drain)
+    return Server(settings, service)
 
 
 def serve(

@@ -15,6 +15,8 @@ from transformers import LogitsProcessor
 from keepsight.kinds import Options, Record
 from keepsight.server.errors import invalid, refused
 
+ScoredToken = list[tuple[int, float]]  # a token and its log probability, then the likeliest ones
+
 
 class Penalties(LogitsProcessor):
     """OpenAI's penalties on tokens already in the answer, and biases on any token."""
@@ -38,14 +40,6 @@ class Penalties(LogitsProcessor):
         return scores
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
-    """The log probability of a token that may follow."""
-
-    token: int
-    logprob: float
-
-
 class Recorder(LogitsProcessor):
     """Records the probability of each token, before temperature and truncation; changes nothing.
 
@@ -62,17 +56,12 @@ class Recorder(LogitsProcessor):
         self._rows.append(scores[0].detach().float().log_softmax(-1).cpu())
         return scores
 
-    def take(self, token: int) -> tuple[TokenLogprob, list[TokenLogprob]]:
+    def take(self, token: int) -> ScoredToken:
         row, self._rows[self._taken] = self._rows[self._taken], torch.empty(0)
         self._taken += 1
-        best, tokens = row.topk(min(self._top, len(row)))
-        likeliest = [TokenLogprob(int(t), _finite(p)) for p, t in zip(best, tokens, strict=True)]
-        return TokenLogprob(token, _finite(row[token])), likeliest
-
-
-def _finite(value: torch.Tensor) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for nearly impossible tokens."""
-    return max(float(value), -9999.0)
+        likeliest = row.topk(min(self._top, len(row))).indices.tolist()
+        # JSON has no infinity; OpenAI writes -9999 for nearly impossible tokens.
+        return [(one, max(float(row[one]), -9999.0)) for one in (token, *likeliest)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +72,7 @@ class Sampling:
     presence: float = 0.0
     frequency: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
-    logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: int | None = None  # beside the token's own; None: no log probabilities
 
     def of(self, choice: int) -> tuple[Record, Recorder | None]:
         options = dict(self.options)
@@ -93,7 +81,7 @@ class Sampling:
         processors: list[LogitsProcessor] = []
         if self.presence or self.frequency or self.bias:
             processors.append(Penalties(self.presence, self.frequency, dict(self.bias)))
-        recorder = Recorder(self.top_logprobs) if self.logprobs else None
+        recorder = None if self.top_logprobs is None else Recorder(self.top_logprobs)
         if recorder is not None:
             processors.append(recorder)
         if processors:
@@ -101,15 +89,19 @@ class Sampling:
         return options, recorder
 
 
+_OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_AS_MUCH_AS_FITS = 10_000_000  # the library limits it to the rest of the model's context
+
+
 def sampling(
-    body: BaseModel, longest: int | None, vocabulary: int, ends: tuple[int, ...] = ()
+    body: BaseModel, longest: int | None, vocabulary: int, ends: tuple[int, ...]
 ) -> Sampling:
-    """The sampling options in a body of either API; missing fields count as not given. `ends` are
+    """The sampling options in a body of any API; missing fields count as not given. `ends` are
     the model's end tokens."""
-    given = dict(body)  # its fields
+    given = {name: value for name, value in body if value is not None}
 
     def got(*names: str) -> Record:
-        return {name: given[name] for name in names if given.get(name) is not None}
+        return {name: given[name] for name in names if name in given}
 
     options: Options = got("repetition_penalty", "seed", "stop", "skip_special_tokens")
     temperature, cuts = given.get("temperature"), got("top_p", "top_k", "min_p")
@@ -127,21 +119,24 @@ def sampling(
     if (limit := _limit(asked, longest)) is not None:
         options["max_new_tokens"] = limit
     options |= _ends(given, limit if asked else None, vocabulary, ends)
-    top = given.get("top_logprobs") or 0
+    top = given.get("top_logprobs", 0)
     if top and not given.get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    bias = given.get("logit_bias", {})
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+            raise _no_token("logit_bias", token[:40], vocabulary)
     return Sampling(
         options,
-        given.get("presence_penalty") or 0.0,
-        given.get("frequency_penalty") or 0.0,
-        _bias(given.get("logit_bias"), vocabulary),
-        bool(given.get("logprobs")),
-        top,
+        given.get("presence_penalty", 0.0),
+        given.get("frequency_penalty", 0.0),
+        tuple((int(token), weight) for token, weight in bias.items()),
+        top if given.get("logprobs") else None,
     )
 
 
-_OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_AS_MUCH_AS_FITS = 10_000_000  # the library limits it to the rest of the model's context
+def _no_token(place: str, token: object, vocabulary: int) -> Exception:
+    return invalid(place, f"{token!r} is not a token id; expected 0 to {vocabulary - 1}")
 
 
 def _limit(asked: dict[str, int], longest: int | None) -> int | None:
@@ -158,11 +153,10 @@ def _limit(asked: dict[str, int], longest: int | None) -> int | None:
 def _ends(given: Record, limit: int | None, vocabulary: int, ends: tuple[int, ...]) -> Options:
     """End conditions besides length and stop texts, and minimum lengths."""
     options: Options = {}
-    more = given.get("stop_token_ids") or []
+    more = given.get("stop_token_ids", [])
     for number, token in enumerate(more):
         if token >= vocabulary:
-            what = f"{token} is not a token id; expected 0 to {vocabulary - 1}"
-            raise invalid(f"stop_token_ids[{number}]", what)
+            raise _no_token(f"stop_token_ids[{number}]", token, vocabulary)
     own = () if given.get("ignore_eos") else ends
     if more or own != ends:
         # No token has the id after the last: such an answer ends at its length.
@@ -173,11 +167,3 @@ def _ends(given: Record, limit: int | None, vocabulary: int, ends: tuple[int, ..
         if own or more:
             options["min_new_tokens"] = least
     return options
-
-
-def _bias(given: dict[str, float] | None, vocabulary: int) -> tuple[tuple[int, float], ...]:
-    for token in given or ():
-        if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
-            what = f"{token[:40]!r} is not a token id; expected 0 to {vocabulary - 1}"
-            raise invalid("logit_bias", what)
-    return tuple((int(token), bias) for token, bias in (given or {}).items())

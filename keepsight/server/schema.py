@@ -1,22 +1,22 @@
 """The bodies that clients send, in the dialects of many servers, and what becomes of each field.
 
-A field of a model below is honoured. At the top of a body `IGNORED` names those that are accepted
-without effect and `REFUSED` those that would change an answer and cannot be done; any other unknown
-field is ignored, and named like the first. What is unknown further inside is ignored without a
-word. Values are strict: `"1"` is not a number. Null means the same as leaving a field out.
+The models below are the one table of fields: a field of a model is honoured. At the top of a body
+`IGNORED` names those that are accepted without effect and `REFUSED` those that would change an
+answer and cannot be done; any other unknown field is ignored, and named like the first. What is
+unknown further inside is ignored without a word. Values are strict: `"1"` is not a number. Null
+means the same as leaving a field out.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag
+from pydantic_core import PydanticCustomError
 
 from keepsight.core.decoding.stops import MOST as MOST_STOPS
-from keepsight.server.errors import hint_for, invalid, refused
+from keepsight.server.errors import hint_for, invalid, missing, refused
 
 HEADER = "x-keepsight-unused"
 _MOST = 24  # names that are listed; the rest is counted
@@ -35,24 +35,23 @@ Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 TemplateOptions = dict[str, object]
 
-
-def _form(value: object) -> str:
-    """Which form of a union is meant; such tags are left out of the places in errors."""
-    if isinstance(value, list):
-        return "as parts"
-    return "as record" if isinstance(value, dict | BaseModel) else "as text"
+T = TypeVar("T")
+# A text, or something else: a list of parts or a record. Tags are left out of places in errors.
+TextOr = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[T, Tag("as parts")],
+    Discriminator(
+        lambda value: "as parts" if isinstance(value, list | dict | BaseModel) else "as text"
+    ),
+]
 
 
 def kind_of(value: object, default: object = None) -> object:
     """The type that a record names."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return default if kind is None else kind
-
-
-TEXT, PARTS, RECORD = Tag("as text"), Tag("as parts"), Tag("as record")
-BY_FORM = Discriminator(_form)
 
 
 class Inner(BaseModel):
@@ -80,14 +79,9 @@ class ThoughtPart(Inner):
     text: Text | None = None
 
 
-class Address(Inner):
-    """The address of a medium: http(s), a data URI, an upload, or a path in an allowed folder."""
-
-    url: Where
-    detail: Detail | None = None
-
-
-Place = Annotated[Annotated[Address, RECORD] | Annotated[Where, TEXT], BY_FORM]
+class JsonPart(Inner):
+    type: Literal["input_json"]
+    data: dict[str, object] | list[dict[str, object]]
 
 
 class SizeLimits(Inner):
@@ -116,97 +110,46 @@ class PixelLimits(Inner):
         return max(least, default=None), min(most, default=None)
 
 
-class PicturePart(PixelLimits):
-    detail: Detail | None = None
-    uuid: Id | None = None
+class Address(Inner):
+    """Where a medium is, in the record that some dialects have for it: http(s), a data URI, the
+    id of an upload, a path in an allowed folder, or base64."""
 
-
-class EncodedSource(Inner):
-    """A picture in the body or at an address, as in Anthropic's API."""
-
-    type: Literal["base64", "url"]
-    data: Where | None = None
     url: Where | None = None
+    data: Where | None = None
+    file_id: Name | None = None
+    file_data: Where | None = None
+    file_url: Where | None = None
+    detail: Detail | None = None
 
 
-class ImagePart(PicturePart):
-    """A picture as OpenAI, Hugging Face's templates or Anthropic's API write it; one of these
-    fields holds it."""
+class MediaPart(PixelLimits):
+    """A picture, PDF, video, sound or package as OpenAI, Hugging Face's templates or Anthropic's
+    API write it; one of the fields that its type may have holds it."""
 
-    type: Literal["image_url", "image", "input_image"]
-    image: Place | None = None
-    image_url: Place | None = None
+    type: Literal[
+        "image_url", "image", "input_image", "image_embeds", "video_url", "video", "input_video",
+        "input_audio", "file", "input_file",
+    ]  # fmt: skip
+    image: TextOr[Address] | None = None
+    image_url: TextOr[Address] | None = None
+    video: TextOr[Address] | None = None
+    video_url: TextOr[Address] | None = None
+    source: Address | None = None
+    input_audio: Address | None = None
+    file: Address | None = None
     url: Where | None = None
     path: Where | None = None
     base64: Where | None = None
     data: Where | None = None
-    source: EncodedSource | None = None
-    file_id: Name | None = None
-
-
-class EmbedsPart(Inner):
-    """Features in place of a picture: a `.sight` file as base64, as a data URI, or by its id."""
-
-    type: Literal["image_embeds"]
-    image_embeds: object
-
-
-class VideoPart(Inner):
-    type: Literal["video_url", "video", "input_video"]
-    video_url: Place | None = None
-    video: Place | None = None
-    url: Where | None = None
-    path: Where | None = None
-    uuid: Id | None = None
-
-
-class Sound(Inner):
-    data: Where
-    format: Literal["wav", "mp3", "flac", "ogg"] | None = None
-
-
-class SoundPart(Inner):
-    type: Literal["input_audio"]
-    input_audio: Sound
-    uuid: Id | None = None
-
-
-class FileHandle(Inner):
-    """An uploaded file by its id, a file in the body as a data URI, or one at an address."""
-
     file_id: Name | None = None
     file_data: Where | None = None
     file_url: Where | None = None
+    image_embeds: object = None
+    detail: Detail | None = None
 
 
-class FilePart(PicturePart):
-    """A picture, or a PDF whose pages are pictures."""
-
-    type: Literal["file"]
-    file: FileHandle
-
-
-class InputFile(PicturePart, FileHandle):
-    """The same as a part of `/v1/responses`."""
-
-    type: Literal["input_file"]
-
-
-Part = Annotated[
-    TextPart
-    | RefusalPart
-    | ThoughtPart
-    | ImagePart
-    | EmbedsPart
-    | VideoPart
-    | SoundPart
-    | FilePart
-    | InputFile,
-    Discriminator("type"),
-]
-Content = Annotated[
-    Annotated[Text, TEXT] | Annotated[list[Part], Field(fail_fast=True), PARTS], BY_FORM
-]
+Part = Annotated[TextPart | RefusalPart | ThoughtPart | JsonPart | MediaPart, Discriminator("type")]
+Content = TextOr[Annotated[list[Part], Field(fail_fast=True)]]
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -249,7 +192,7 @@ class CalledFunction(Inner):
     itself, as templates have it."""
 
     name: Name
-    arguments: Annotated[Annotated[Text, TEXT] | Annotated[dict[str, object], RECORD], BY_FORM]
+    arguments: TextOr[dict[str, object]]
 
 
 class ToolCall(Inner):
@@ -271,27 +214,18 @@ class ForcedChoice(Inner):
 _CHOICES = ("none", "auto", "required")
 
 
-def _choice_kind(value: object) -> str | None:
-    if isinstance(value, dict | BaseModel):
-        return "as function" if kind_of(value) == "function" else None
-    return "as text" if value in _CHOICES else None
+def _choice(value: object) -> object:
+    """`{"type": "auto"}` is how some clients write `"auto"`."""
+    kind = kind_of(value)
+    if isinstance(value, dict) and len(value) == 1 and kind in _CHOICES:
+        return kind
+    if value is None or kind == "function" or (isinstance(value, str) and value in _CHOICES):
+        return value
+    what = "expected 'none', 'auto', 'required', or a function by its name"
+    raise PydanticCustomError("tool_choice", what)
 
 
-def _plain_choice(value: object) -> object:
-    """`{"type": "auto"}`, as some clients write `"auto"`."""
-    kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
-    return kind if kind in _CHOICES else value
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], TEXT] | Annotated[ForcedChoice, _FUNCTION],
-    Discriminator(
-        _choice_kind,
-        custom_error_type="tool_choice",
-        custom_error_message="expected 'none', 'auto', 'required', or a function by its name",
-    ),
-    BeforeValidator(_plain_choice),
-]
+ToolChoice = Annotated[TextOr[ForcedChoice] | None, BeforeValidator(_choice)]
 
 
 # -- the messages of chat and the items of responses -----------------------------------------------
@@ -311,22 +245,15 @@ class ChatMessage(Inner):
     prefix: bool | None = None  # DeepSeek's field for continuing an answer
     partial: bool | None = None  # and Kimi's
     # The client's names for this message and its content, if it did not send `messages`.
-    _place: str | None = PrivateAttr(default=None)
-    _content_place: str | None = PrivateAttr(default=None)
-
-    def thought(self) -> str | None:
-        if self.reasoning_content is None and isinstance(self.reasoning, str):
-            return self.reasoning
-        return self.reasoning_content
+    _places: tuple[str, str] | None = PrivateAttr(default=None)
 
     def called(self, place: str, content: str) -> ChatMessage:
-        self._place, self._content_place = place, content
+        self._places = place, content
         return self
 
     def places(self, number: int) -> tuple[str, str]:
         """The client's names for message `number` and its content."""
-        place = self._place or f"messages[{number}]"
-        return place, self._content_place or f"{place}.content"
+        return self._places or (f"messages[{number}]", f"messages[{number}].content")
 
 
 class MessageItem(Inner):
@@ -363,26 +290,25 @@ class ResultItem(Inner):
     output: Content
 
 
+class Reference(Inner):
+    type: Literal["item_reference"]
+    id: Id
+
+
 class OtherItem(Inner):
     """An action of another server: a search, or a call of a hosted tool."""
 
     type: Name
 
 
-class Reference(Inner):
-    type: Literal["item_reference"]
-    id: Id
-
-
-_FUNCTIONS = ("function_call", "function_call_output")
-_ELSEWHERE = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
+_ELSEWHERE = re.compile(r"(?!function_)(\w+_(call|call_output)$|mcp_|tool_search_|compaction)")
 
 
 def _item_kind(value: object) -> str:
     kind = kind_of(value, "message")
     if not isinstance(kind, str):
         return "as message"
-    return "as another" if kind not in _FUNCTIONS and _ELSEWHERE.match(kind) else f"as {kind}"
+    return "as another" if _ELSEWHERE.match(kind) else f"as {kind}"
 
 
 Item = Annotated[
@@ -410,12 +336,14 @@ _CONSTRAINING: dict[str, str] = {
     "documents": "send them as messages",
     "truncate_prompt_tokens": "prompts are not cut",
     "prompt_logprobs": "only tokens of the answer are scored",
-}  # fmt: skip
+}
 _WITHOUT_EFFECT: dict[str, str] = {
     "moderation": "there is no moderation model here",
     "prompt_cache_options": "what was used last is kept; see /v1/prepare",
     "prompt_cache_retention": "what was used last is kept; see the server's --ttl",
 }
+NO_VERBOSITY = "this model has no such setting"
+# Values of refused fields that ask for nothing, beside empty ones.
 _NEUTRAL: tuple[tuple[str, object], ...] = (
     ("best_of", 1),
     ("truncate_prompt_tokens", -1),
@@ -445,11 +373,14 @@ class Unused:
         self._why: dict[str, str] = {}  # by name, in order of appearance
         self._more = 0
 
-    def add(self, place: str, why: str | Callable[[], str]) -> None:
-        if place in self._why or len(self._why) < _MOST:  # finding a hint takes time
-            self._why.setdefault(place, why if isinstance(why, str) else why())
+    def add(self, place: str, why: str) -> None:
+        if place in self._why or len(self._why) < _MOST:
+            self._why.setdefault(place, why)
         else:
             self._more += 1
+
+    def hosted(self, tool: HostedTool, place: str) -> None:
+        self.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
 
     def sift(self, body: Body) -> None:
         """Take the fields out of a body that are not honoured: name them, or refuse them."""
@@ -460,8 +391,10 @@ class Unused:
                 if searches or not (is_empty(value) or (name, value) in _NEUTRAL):
                     raise refused(name, why)
             elif not is_empty(value):
-                hint = functools.partial(_hint, body, name)
-                self.add(name[:_LONGEST], body.IGNORED.get(name, hint))
+                why = body.IGNORED.get(name, "")
+                if not why and len(self._why) < _MOST:  # finding a hint takes time
+                    why = f"unknown; {hint_for(name[:_LONGEST], type(body).model_fields)}"
+                self.add(name[:_LONGEST], why)
         extra.clear()
 
     def names(self) -> list[str]:
@@ -469,31 +402,19 @@ class Unused:
         named = [_STRANGE.sub("?", place)[:_LONGEST] or "?" for place in self._why]
         return [*named, f"+{self._more}"] if self._more else named
 
-    def header(self) -> str:
-        return ", ".join(self.names())
-
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> list[str]:
         notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
-        return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
-
-
-def _hint(body: Body, name: str) -> str:
-    return f"unknown; {hint_for(name[:_LONGEST], type(body).model_fields)}"
-
-
-def name_hosted(tool: HostedTool, place: str, unused: Unused) -> None:
-    unused.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
+        return [*notes, f"not used: {self._more} more"] if self._more else notes
 
 
 # -- bodies ----------------------------------------------------------------------------------------
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = Annotated[
-    Annotated[StopText, TEXT] | Annotated[list[StopText], Field(max_length=MOST_STOPS), PARTS],
-    BY_FORM,
-]
 # An empty text, or none in a list, ends nothing.
-StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)]
+Stop = Annotated[
+    Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None,
+    BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or None),
+]
 
 
 class StreamOptions(Inner):
@@ -548,7 +469,7 @@ class Reasoning(Inner):
 
 
 class PromptOptions(Body):
-    """Fields of both APIs besides the messages that decide the prompt."""
+    """Fields besides the messages that decide the prompt, in all dialects."""
 
     model: Name | None = None  # left out: the one that is served
     chat_template_kwargs: TemplateOptions | None = None
@@ -561,7 +482,7 @@ class PromptOptions(Body):
 
 
 class AnswerOptions(PromptOptions, Forms):
-    """Fields of both APIs: how tokens are chosen, and how an answer is sent."""
+    """Fields that say how tokens are chosen, and how an answer is sent."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Unit | None = None
@@ -571,7 +492,7 @@ class AnswerOptions(PromptOptions, Forms):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: StopOption = None
+    stop: Stop = None
     skip_special_tokens: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
@@ -620,7 +541,7 @@ class ChatRequest(Rendering, AnswerOptions):
         "metadata": "answers of this API are not stored, so there is nothing to attach it to",
         "prediction": "predicted outputs are not supported",
         "store": "answers of this API are not stored; see /v1/responses",
-        "verbosity": "this model has no such setting",
+        "verbosity": NO_VERBOSITY,
     }
     REFUSED: ClassVar[dict[str, str]] = {
         **_CONSTRAINING,
@@ -636,7 +557,7 @@ class ChatRequest(Rendering, AnswerOptions):
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text", "audio"]] | None = None
 
@@ -656,25 +577,19 @@ class ResponsesRequest(AnswerOptions):
         "prompt": "there are no stored prompts",
     }
 
-    input: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[Item], Field(min_length=1, fail_fast=True), PARTS],
-        BY_FORM,
-    ]
+    input: TextOr[Annotated[list[Item], Field(min_length=1, fail_fast=True)]]
     instructions: Text | None = None
     previous_response_id: Id | None = None
     store: bool | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=64)] | (
-        None
+    metadata: (
+        Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=64)] | None
     ) = None
     max_output_tokens: Tokens | None = None
     include: list[str] | None = None
     tools: list[AnyFunctionTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice = None
     text: TextSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None
-
-
-Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ResetRequest(BaseModel):
@@ -706,3 +621,201 @@ class PinRequest(HeldRequest):
     """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
 
     pinned: bool = True
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class CompletionRequest(AnswerOptions):
+    """The body of `/v1/completions`: one prompt or many, as texts or token ids."""
+
+    IGNORED: ClassVar[dict[str, str]] = {"metadata": "answers are not stored"}
+    REFUSED: ClassVar[dict[str, str]] = {
+        "best_of": "of several answers all are given",
+        "suffix": "answers only go on behind a prompt",
+        "n": "one answer is given to each prompt; send the prompt several times",
+        "prompt_logprobs": "send echo and logprobs",
+        "response_format": "send structured_outputs, or a field such as guided_json",
+    }
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=1024)]
+    max_tokens: Tokens | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Rendering):
+    """The body of `/tokenize`: a text, or messages as `/v1/chat/completions` takes them."""
+
+    messages: list[ChatMessage] | None = None  # type: ignore[assignment]
+    prompt: Text | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+# -- questions about one input ---------------------------------------------------------------------
+
+MOST_QUESTIONS = 400  # as in OpenAI's API
+MOST_DOCUMENTS = 1000
+
+
+class SharedFields(Body):
+    """Fields of all these bodies."""
+
+    model: Name | None = None  # left out: the one that is served
+    cache_salt: Salt | None = None
+    keepsight: KeepsightOptions | None = None
+
+
+class Asset(Inner):
+    type: Literal["image"] = "image"
+    format: Label | None = None
+    data_base64: Where
+
+
+class SystemOneRequest(SharedFields):
+    """The body of `/v1/systemone`: questions by name, and images by the placeholders that stand for
+    them in texts. `state` is a text, a record or a list."""
+
+    state: object
+    questions: Annotated[
+        dict[str, dict[str, object]], Field(min_length=1, max_length=MOST_QUESTIONS)
+    ]
+    assets: dict[str, Asset] = Field(default_factory=dict)
+
+
+class InputCall(Inner):
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: Name
+    name: Name
+    arguments: Text | None = None
+    input: Text | None = None
+
+
+class InputOutput(Inner):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Name
+    output: Content
+
+
+def _input_kind(value: object) -> str:
+    kind = kind_of(value, "message")
+    if kind in ("function_call", "custom_tool_call"):
+        return "as call"
+    return "as output" if str(kind).endswith("_output") else "as message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("as message")]
+    | Annotated[InputCall, Tag("as call")]
+    | Annotated[InputOutput, Tag("as output")],
+    Discriminator(_input_kind),
+]
+
+
+class Predicate(Inner):
+    type: Literal["predicate"]
+    name: Name | None = None
+    instructions: Content
+
+
+class ChoiceOption(Inner):
+    value: str | bool
+    description: Text | None = None
+
+
+class Choice(Inner):
+    type: Literal["choice"]
+    name: Name | None = None
+    instructions: Content
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
+
+
+class ScoreLevel(Inner):
+    label: Where
+    description: Text | None = None
+
+
+class Rating(Inner):
+    type: Literal["score"]
+    name: Name | None = None
+    instructions: Content
+    levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=255)]
+
+
+class DecisionsRequest(SharedFields):
+    """The body of `/v1/decisions`."""
+
+    IGNORED: ClassVar[dict[str, str]] = {
+        "prompt_cache_options": "what was used last is kept; see /v1/prepare",
+        "service_tier": "there is one tier",
+    }
+
+    input: TextOr[Annotated[list[InputItem], Field(min_length=1)]]
+    questions: Annotated[
+        list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
+        Field(min_length=1, max_length=MOST_QUESTIONS),
+    ]
+    prompt_cache_key: Label | None = None
+    safety_identifier: Label | None = None
+
+
+class Parts(Inner):
+    """A document that is no plain text: parts, or a text in a record."""
+
+    content: Annotated[list[Part], Field(min_length=1)] | None = None
+    text: Text | None = None
+
+
+Document = TextOr[Parts]
+Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
+OneOrMany = Annotated[
+    Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as one")],
+    Discriminator(lambda value: "as parts" if isinstance(value, list) else "as one"),
+]
+
+
+class ScoreRequest(SharedFields):
+    """The body of `/v1/score`: two texts, or one against many, or as many against as many."""
+
+    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
+
+    text_1: OneOrMany | None = None
+    text_2: OneOrMany | None = None
+    queries: OneOrMany | None = None
+    documents: OneOrMany | None = None
+    data_1: OneOrMany | None = None
+    data_2: OneOrMany | None = None
+    instruction: Text | None = None
+
+    def sides(self) -> tuple[list[Document], list[Document]]:
+        pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+        given = [pair for pair in pairs if any(getattr(self, name) is not None for name in pair)]
+        sides = []
+        for name in given[0] if given else pairs[0]:
+            if (side := getattr(self, name)) is None:
+                raise missing(name)
+            sides.append(side if isinstance(side, list) else [side])
+        one, two = sides
+        if len(one) not in (1, len(two)):
+            name, other = given[0]
+            raise invalid(name, f"{len(one)} of {name} for {len(two)} of {other}")
+        return one * (len(two) if len(one) == 1 else 1), two
+
+
+class RerankRequest(SharedFields):
+    """The body of `/v1/rerank`."""
+
+    IGNORED: ClassVar[dict[str, str]] = {"user": "nothing is counted by it"}
+
+    query: Document
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = None
+    instruction: Text | None = None

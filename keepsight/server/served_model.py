@@ -16,7 +16,7 @@ from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.forms import CallSyntax
 from keepsight.server.media import ImageSizes
 from keepsight.server.parser import CALL, CALL_END
-from keepsight.server.schema import Rendering, Unused, is_empty
+from keepsight.server.schema import Reasoning, Rendering, Unused, is_empty, kind_of
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -32,19 +32,17 @@ _RESERVED = {
 
 class ServedModel:
     def __init__(self, vlm: VLM, name: str) -> None:
-        self.vlm, self.name = vlm, name
-        self.created = int(time.time())
+        self.name, self._created = name, int(time.time())
         self.tokenizer = copy.deepcopy(vlm.runtime.tokenizer())  # only used by this object
         renderer = vlm.runtime.renderer
         self.template = renderer.template if renderer is not None else ""
         self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
         self.thinks = thoughts.thinks(self.template)
-        self.tools = re.search(r"\btools\b", self.template) is not None
-        self.calls_readable = CALL in self.template
         added = self.tokenizer.added_tokens_decoder.values()
         own = {CALL, CALL_END} & {token.content for token in added}
         self.calls = CallSyntax("<function=" in self.template, frozenset(own))
-        self.ends = _ends(vlm.model.generation_config.eos_token_id)
+        ends = vlm.model.generation_config.eos_token_id
+        self.ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
         self.sizes = ImageSizes(
             getattr(vlm.runtime.processor, "image_processor", None), vlm.runtime.image_options
         )
@@ -54,6 +52,16 @@ class ServedModel:
         if name not in (None, self.name):
             what = f"no such model: {str(name)[:100]!r}; this server has {self.name!r}"
             raise ApiError(404, what, param="model", code="model_not_found")
+
+    def check_tools(self) -> None:
+        """Refuse tools if the template cannot show them, or calls could not be parsed."""
+        if not self._has("tools"):
+            raise refused("tools", "the chat template of this model has no place for tools")
+        if CALL not in self.template:
+            raise refused("tools", "this model writes calls in a form that cannot be parsed here")
+
+    def _has(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def template_options(self, body: Rendering, unused: Unused) -> Record:
         """Template variables besides the messages; those the template does not use are reported."""
@@ -68,20 +76,16 @@ class ServedModel:
                 unused.add(f"chat_template_kwargs.{name}", why)
         return {**self._thoughts(body, unused), **options, **_beginning(body)}
 
-    def _has(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
-
     def _thoughts(self, body: Rendering, unused: Unused) -> Record:
         """The template's variables for the amount of thinking; a request that no variable expresses
         is reported."""
-        effort, switch = _wishes(body, unused)
+        effort, switch = wishes(body, unused)
         options: Record = {}
         for place, wish in effort.items():
             if self._has("reasoning_effort"):
                 options["reasoning_effort"] = wish
             elif wish != "none":
-                why = "the chat template of this model knows no levels of thinking"
-                unused.add(place, why)
+                unused.add(place, "the chat template of this model knows no levels of thinking")
             switch = {place: wish != "none", **switch}
         for place, thinks in switch.items():
             name = next((n for n in ("enable_thinking", "thinking") if self._has(n)), None)
@@ -90,13 +94,6 @@ class ServedModel:
             elif "reasoning_effort" not in options:
                 unused.add(place, "the chat template of this model has no switch for thinking")
         return options
-
-    def check_tools(self) -> None:
-        """Refuse tools if the template cannot show them, or calls could not be parsed."""
-        if not self.tools:
-            raise refused("tools", "the chat template of this model has no place for tools")
-        if not self.calls_readable:
-            raise refused("tools", "this model writes calls in a form that cannot be parsed here")
 
     def opened_thought(self, prompt: list[int]) -> bool:
         """Whether a prompt ends within a thought that the template has opened."""
@@ -108,46 +105,38 @@ class ServedModel:
         return text, None if "\ufffd" in text else list(text.encode())
 
     def as_json(self) -> Record:
-        made = {"id": self.name, "object": "model", "created": self.created}
+        made = {"id": self.name, "object": "model", "created": self._created}
         return {**made, "owned_by": "keepsight"}
 
 
 def _beginning(body: Rendering) -> dict[str, bool]:
     """How an answer begins, if not by the template's own words."""
-    if body.continues:
-        last = body.messages[-1]
-        if body.add_generation_prompt:
-            why = "an answer begins anew, or goes on; add_generation_prompt must be false"
-            raise invalid("continue_final_message", why)
-        if last.role != "assistant" or last.tool_calls or not last.content:
-            why = "the last message is not a text of the assistant"
-            raise invalid("continue_final_message", why)
-        return {"continue_final_message": True}
-    return {"add_generation_prompt": False} if body.add_generation_prompt is False else {}
+    if not body.continues:
+        return {"add_generation_prompt": False} if body.add_generation_prompt is False else {}
+    last = body.messages[-1]
+    why = ""
+    if body.add_generation_prompt:
+        why = "an answer begins anew, or goes on; add_generation_prompt must be false"
+    elif last.role != "assistant" or last.tool_calls or not last.content:
+        why = "the last message is not a text of the assistant"
+    if why:
+        raise invalid("continue_final_message", why)
+    return {"continue_final_message": True}
 
 
-def _ends(given: int | list[int] | None) -> tuple[int, ...]:
-    """The tokens that end an answer."""
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, int) else tuple(given)
-
-
-def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
+def wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
     """What a client requests about thinking, by field: a level, and whether to think at all."""
-    effort: dict[str, str] = {}
-    switch: dict[str, bool] = {}
-    if body.reasoning is not None:
-        for name in ("summary", "generate_summary"):
-            if not is_empty(getattr(body.reasoning, name)):
-                unused.add(f"reasoning.{name}", "thoughts are sent whole, without a summary")
-        if body.reasoning.enabled is not None:
-            switch["reasoning.enabled"] = body.reasoning.enabled
-        if body.reasoning.effort:
-            effort["reasoning.effort"] = body.reasoning.effort
+    given, effort, switch = body.reasoning or Reasoning(), dict[str, str](), dict[str, bool]()
+    for name in ("summary", "generate_summary"):
+        if not is_empty(getattr(given, name)):
+            unused.add(f"reasoning.{name}", "thoughts are sent whole, without a summary")
+    if given.enabled is not None:
+        switch["reasoning.enabled"] = given.enabled
     if body.reasoning_effort:
-        effort = {"reasoning_effort": body.reasoning_effort}
-    kind = body.thinking.get("type") if isinstance(body.thinking, dict) else body.thinking
+        effort["reasoning_effort"] = body.reasoning_effort
+    elif given.effort:
+        effort["reasoning.effort"] = given.effort
+    kind = kind_of(body.thinking, body.thinking)
     if kind in ("enabled", "disabled", True):
         switch["thinking"] = kind != "disabled"
     elif not is_empty(body.thinking):

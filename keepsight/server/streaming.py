@@ -1,70 +1,66 @@
-"""Turns a request into answers as they come, without blocking other requests.
+"""Answers as they come: what each step adds, and how it is sent.
 
-An answer is a stream of `Delta`s; the last one carries usage and report. When the client hangs up
-or the time is over, reading stops, which cancels the ticket and frees its place.
+An answer is a stream of `Delta`s; the last one carries usage and report. The routes translate them
+to their APIs. When the client hangs up or the time is over, reading stops, which cancels the ticket
+and frees its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from keepsight.core.structured.formats import Format
-from keepsight.core.together import Ticket, Together
-from keepsight.errors import Closed
+from keepsight.core.together import Ticket
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
-from keepsight.server.access import Visit, to_api_error
+from keepsight.server.access import Visit
 from keepsight.server.parser import OutputParser, OutputPiece
-from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
+from keepsight.server.sampling import Recorder, Sampling, ScoredToken
 from keepsight.server.schema import KeepsightOptions
 from keepsight.server.served_model import ServedModel
-from keepsight.server.turns import Threads, account, is_large
 
-T = TypeVar("T")
 Arrived = asyncio.Queue[tuple[int, Piece | Ticket]]  # by the numbers of choices
-ScoredToken = tuple[TokenLogprob, list[TokenLogprob]]  # of the answer, and the likeliest ones
+Event = tuple[str | None, Record | str]  # name of the event, if any, and its data
+STREAMED: dict[int | str, Record] = {
+    200: {
+        "description": "The answer, whole or as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+_ALIVE = 15.0  # seconds of silence after which a comment keeps the connection open
 
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A checked request, from either API."""
+    """A checked request, from any API."""
 
     messages: list[Message]
     tenant: str
+    account: str  # for fair shares
     sampling: Sampling
-    template: Options = field(default_factory=dict)
+    template: Options
     tools: list[Record] | None = None
     one_call: bool = False  # at most one tool call per answer
     choices: int = 1
     notes: tuple[str, ...] = ()
     continued: bool = False  # the answer continues the last message
     shows_tokens: bool = False  # send each step, even without new text
-    account: str | None = None  # account for fair shares; None: the tenant
     form: Format | None = None  # what the answer has to be
 
-    def rendering(self) -> Record:
-        options: Options = {} if self.tools is None else {"tools": self.tools}
-        return {**options, "template_kwargs": self.template} if self.template else options
-
-
-@dataclass
-class Delta:
-    """What one step added to an answer."""
-
-    pieces: list[OutputPiece] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)  # with their alternatives
-    tokens: list[int] = field(default_factory=list)
-    end: AnswerEnd | None = None
+    def options(self, choice: int) -> tuple[Options, Recorder | None]:
+        """The library's options for one of the choices, and what records its probabilities."""
+        options, recorder = self.sampling.of(choice)
+        more: Options = {"tools": self.tools, "template_kwargs": self.template or None}
+        more["response_format"] = self.form
+        options |= {name: value for name, value in more.items() if value is not None}
+        return {"tenant": self.tenant or None, "account": self.account, **options}, recorder
 
 
 @dataclass(frozen=True)
@@ -78,82 +74,14 @@ class AnswerEnd:
     seconds: float
 
 
-class SchedulerClient:
-    """Sends requests to the scheduler and returns its events."""
+@dataclass
+class Delta:
+    """What one step added to an answer."""
 
-    def __init__(self, together: Together, threads: Threads, model: ServedModel) -> None:
-        self.together, self._threads, self._model = together, threads, model
-
-    async def submit(self, ask: AnswerRequest, choice: int, arrived: Arrived) -> AnswerStream:
-        """Submit one choice; bad input and a full queue are refused here."""
-        options, recorder = ask.sampling.of(choice)
-        options |= ask.rendering()
-        if ask.form is not None:
-            options["response_format"] = ask.form
-
-        def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
-            given: Options = {"tenant": ask.tenant or None, "account": ask.account, **options}
-            return self.together.submit(ask.messages, on_piece=tell, on_done=tell, **given)
-
-        ticket = await self._handed_in(work, is_large(ask.messages), arrived, choice)
-        return AnswerStream(ticket, arrived, ask, recorder, self._model)
-
-    async def prepare(self, messages: list[Message], **options: Any) -> Report:
-        """Prefill in turn with other requests; return the report. No thread waits for it, because
-        there are few and requests for answers need them."""
-        arrived: Arrived = asyncio.Queue()
-        ticket = await self._handed_in(
-            lambda tell: self.together.prepare(messages, on_done=tell, **options),
-            is_large(messages),
-            arrived,
-        )
-        try:
-            await arrived.get()
-        finally:
-            if not ticket.done.is_set():
-                ticket.cancel()
-        if ticket.error is not None:
-            raise ticket.error
-        if ticket.report is None:
-            raise Closed("the server is shutting down")
-        return ticket.report
-
-    async def _handed_in(
-        self,
-        work: Callable[[Callable[[Piece | Ticket], None]], Ticket],
-        large: bool,
-        arrived: Arrived,
-        number: int = 0,
-    ) -> Ticket:
-        """Submit from some thread; its events come to a queue."""
-        loop = asyncio.get_running_loop()
-
-        def hand_over(what: Piece | Ticket) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(arrived.put_nowait, (number, what))
-
-        future = await self._threads.start(lambda: work(hand_over), large)
-        try:
-            return await asyncio.wrap_future(future, loop=loop)
-        except asyncio.CancelledError:
-            future.add_done_callback(_cancel_late)
-            raise
-
-    async def change_cache(self, call: Callable[[], T]) -> T:
-        """Pin or remove: each account one piece at a time."""
-        whose = account.get()
-
-        def in_turn() -> T:
-            with self.together.beside(whose):
-                return call()
-
-        return await self._threads.wait(in_turn)
-
-
-def _cancel_late(future: Future[Ticket]) -> None:
-    """Cancel a ticket that was made after its client hung up."""
-    if not future.cancelled() and future.exception() is None:
-        future.result().cancel()
+    pieces: list[OutputPiece] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)  # with their alternatives
+    tokens: list[int] = field(default_factory=list)
+    end: AnswerEnd | None = None
 
 
 @dataclass
@@ -167,7 +95,7 @@ class AnswerStream:
     model: ServedModel
 
     def __post_init__(self) -> None:
-        self._speech: OutputParser | None = None  # once the answer has begun
+        self._parser: OutputParser | None = None  # once the answer has begun
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
         self.unpaid = 0  # tokens written but not in any measurement
@@ -182,27 +110,23 @@ class AnswerStream:
         ids = self.ticket.prompt_ids
         return [] if ids is None else ids.tolist()
 
-    @property
-    def prompt_tokens(self) -> int:
-        return 0 if self.ticket.prompt_ids is None else len(self.ticket.prompt_ids)
-
     def delta(self, piece: Piece) -> Delta:
         """What a piece adds."""
         delta = Delta()
-        if self._speech is None:
+        if self._parser is None:
             opened = not self.ask.continued and self.model.opened_thought(self.prompt_ids)
             tools = [tool["function"] for tool in self.ask.tools or ()]
             schemas = {tool["name"]: tool.get("parameters") or {} for tool in tools}
-            self._speech = OutputParser(opened, self.model.thinks, bool(tools), schemas)
+            self._parser = OutputParser(opened, self.model.thinks, bool(tools), schemas)
         if piece.token is not None:
             delta.tokens.append(piece.token)
             self.unpaid += 1
-            self._reasoning += self._speech.thinking
+            self._reasoning += self._parser.thinking
             if self.recorder is not None:
                 delta.scored.append(self.recorder.take(piece.token))
-        delta.pieces += self._allowed(self._speech.push(piece.text))
+        delta.pieces += self._allowed(self._parser.push(piece.text))
         if piece.usage is not None and piece.report is not None:
-            delta.pieces += self._allowed(self._speech.finish())
+            delta.pieces += self._allowed(self._parser.finish())
             reason = "tool_calls" if self._calls else piece.finish_reason or "stop"
             seconds = time.perf_counter() - self._begun
             piece.report.notes += self.ask.notes
@@ -219,18 +143,6 @@ class AnswerStream:
         return answers
 
 
-Event = tuple[str | None, Record | str]  # name of the event, if any, and its data
-STREAMED: dict[int | str, Record] = {
-    200: {
-        "description": "The answer, whole or as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    }
-}
-
-
-_ALIVE = 15.0  # seconds of silence after which a comment keeps the connection open
-
-
 class EventStream(StreamingResponse):
     """Events as they come; an error on the way is the last event. While a long prompt is read,
     comments tell proxies that the answer is still to come."""
@@ -243,7 +155,7 @@ class EventStream(StreamingResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Close the generator: one that was never started runs none of its cleanup otherwise."""
+        """A generator that was never started runs none of its cleanup, so it is done here."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -261,23 +173,25 @@ async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIter
                 return
             following = asyncio.ensure_future(anext(events, None))
             name, data = event
-            text = data if isinstance(data, str) else dumped(data)
+            text = data if isinstance(data, str) else _dumped(data)
             yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
     except Exception as error:
-        yield f"data: {dumped(to_api_error(error, visit).body())}\n\n"
+        yield f"data: {_dumped(visit.problem(error).body())}\n\n"
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await events.aclose()
 
 
-def dumped(data: object) -> str:
+def _dumped(data: object) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
+# -- what an answer cost ---------------------------------------------------------------------------
+
+
 def cached_of(usage: Usage) -> dict[str, int]:
-    """Prompt tokens that were remembered, and those remembered from now on: all that were
-    computed."""
+    """Prompt tokens that were remembered, and those remembered from now on: all computed ones."""
     computed = usage.prompt_tokens - usage.cached_tokens
     return {"cached_tokens": usage.cached_tokens, "cache_write_tokens": computed}
 
@@ -289,19 +203,19 @@ def images_of(usage: Usage) -> dict[str, int]:
 
 def measured_of(end: AnswerEnd, usage: Record, keepsight: KeepsightOptions | None) -> Record:
     """Usage, timings and, on request, the report."""
-    made: Record = {"usage": usage, "timings": timings(end)}
+    made: Record = {"usage": usage, "timings": _timings(end)}
     if keepsight is not None and keepsight.report:
         made["keepsight"] = {"report": report_of(end.report)}
     return made
 
 
-def timings(end: AnswerEnd) -> dict[str, float | int]:
+def _timings(end: AnswerEnd) -> dict[str, float | int]:
+    """The timings of llama.cpp."""
     stages, usage = end.report.milliseconds, end.usage
-    queued = stages.get("queued", 0.0)
-    prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)
+    queued, first = stages.get("queued", 0.0), stages.get("first_token", 0.0)
+    prompt_ms = max(first - queued, 0.0)
     # Two clocks: on a busy machine the first may have run as long as the whole answer.
-    after_first = 1e3 * end.seconds - stages.get("first_token", 0.0)
-    predicted_ms = max(after_first, stages.get("decode", 0.0))
+    predicted_ms = max(1e3 * end.seconds - first, stages.get("decode", 0.0))
     prompt_n = usage.prompt_tokens - usage.cached_tokens
     return {
         "cache_n": usage.cached_tokens,
@@ -325,10 +239,8 @@ def report_of(report: Report) -> Record:
     for segment in report.segments:
         if segment.medium is None:
             continue
-        image = images.setdefault(
-            segment.medium,
-            {"image": segment.medium, "kind": segment.kind, "key": segment.key, "tokens": 0},
-        )
+        about = {"image": segment.medium, "kind": segment.kind, "key": segment.key, "tokens": 0}
+        image = images.setdefault(segment.medium, about)
         image["tokens"] += segment.tokens
         for name in ("status", "reason", "features", "tier"):
             image[name] = getattr(segment, name)
