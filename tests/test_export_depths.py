@@ -10,7 +10,6 @@ import torch
 from exported_models import exported, small, wrapped
 from models import build, folder_of, picture, stock_inputs, turn
 
-from keepsight import Together
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.export.graphs import tracing
@@ -146,28 +145,6 @@ def test_what_a_graph_cannot_do_is_refused_by_name() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding", "gemma3_sliding"])
-def test_chats_that_decode_together(kind: str) -> None:
-    """Rows of one pass, who come and go, as each chat alone in PyTorch."""
-    chats = [
-        [turn("Look.", picture(1))],
-        [turn("Only words here.")],
-        [turn("Look at this one. " * 6, picture(2, 160, 96))],
-        [turn("Compare. " * 3, picture(1), picture(2)), turn("And?")],
-    ]
-    counts = (6, 15, 3, 11)
-    vlm, own = wrapped(kind)
-    with vlm, own, Together(vlm) as together:
-        asked = zip(chats, counts, strict=True)
-        with vlm.runtime.lock:  # nothing is computed until all have come
-            tickets = [together.submit(c, max_new_tokens=n, do_sample=False) for c, n in asked]
-        replies = [ticket.result().tokens for ticket in tickets]
-        if kind not in ("qwen3_5", "gemma3_sliding"):  # these take one sequence in a pass
-            assert vlm.stats()["engine"]["decode_steps"] < sum(counts) - len(counts)
-        for reply, chat, count in zip(replies, chats, counts, strict=True):
-            assert reply == own.chat(chat, max_new_tokens=count, do_sample=False).tokens
-
-
 # -- numbers -------------------------------------------------------------------------------------
 
 
@@ -200,18 +177,6 @@ def test_equal_keys_without_decay_are_exact_enough() -> None:
 
 
 # -- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_warm_is_cold_and_both_are_stock(kind: str) -> None:
-    """`verify` compares with the graphs run afresh from pixels, in one pass over the prompt."""
-    vlm, _ = wrapped(kind)
-    messages = [turn("What do you see?", picture(4), picture(5, 160, 96))]
-    messages += [turn("Two.", role="assistant"), turn("And this one?", picture(6, 96, 192))]
-    with vlm:
-        found = vlm.verify(messages, stock=True)
-    assert found.equal and found.cached_tokens and found.stock_same_tokens
-    assert found.stock_max_difference < NEAR * found.stock_scale
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_sliding"])

@@ -104,17 +104,6 @@ def test_a_file_that_is_missing_cut_off_or_changed_is_named(folder: Path, name: 
     assert read(folder)
 
 
-def test_a_file_of_another_export_is_noticed_even_in_the_same_size(folder: Path) -> None:
-    for part in ("embedding", "head"):
-        shutil.copy(folder / f"graphs/{part}.onnx.data", folder / f"{part}.tmp")
-    sizes = {(folder / f"{part}.tmp").stat().st_size for part in ("embedding", "head")}
-    assert len(sizes) == 1, "the demo model's two tables should be of one size"
-    data = bytearray((folder / "embedding.tmp").read_bytes())
-    (folder / "graphs/head.onnx.data").write_bytes(data[::-1])
-    with pytest.raises(DamagedFile, match=r"head\.onnx\.data is not the file"):
-        ks.load(folder)
-
-
 def test_a_folder_that_lost_its_record_says_so(folder: Path) -> None:
     (folder / manifest.NAME).unlink()
     with pytest.raises(NotKeepsightFile, match=r"has no keepsight\.json"):
@@ -151,14 +140,6 @@ def test_links_that_lead_out_are_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "graphs").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DamagedFile, match="leads out of the folder"):
         ks.load(folder)
-
-
-def test_an_export_that_broke_off_before_the_comparison_does_not_load(folder: Path) -> None:
-    sealed(folder, lambda told: told.update(deviation={}))
-    with pytest.raises(DamagedFile, match="before it was compared"):
-        ks.load(folder)
-    with manifest.unfinished(folder):
-        assert read(folder)
 
 
 # -- the record ----------------------------------------------------------------------------------
@@ -391,9 +372,7 @@ def test_a_runtime_that_is_not_installed(whole: Path, monkeypatch: pytest.Monkey
         ks.load(whole)
 
 
-def test_other_versions_are_told_and_do_not_stop_what_works(
-    folder: Path, whole: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_versions_are_told_and_do_not_stop_what_works(folder: Path, whole: Path) -> None:
     versions = {"torch": "1.0", "transformers": "99.0", "onnxruntime": "0.1"}
     sealed(folder, lambda told: told.update(versions=versions))
     found = other_versions(read(folder))
@@ -403,9 +382,6 @@ def test_other_versions_are_told_and_do_not_stop_what_works(
     }
     assert not other_versions(read(whole))
     assert answers(folder) == answers(whole)
-    assert answers(folder) == answers(whole)
-    (warning,) = (r.getMessage() for r in caplog.records if "was made with" in r.getMessage())
-    assert f"{folder} was made with Transformers 99.0" in warning  # once
 
 
 # -- reading every byte, and remembering that ----------------------------------------------------

@@ -90,32 +90,6 @@ def test_each_switch_has_a_namespace_of_its_own(vlm: Any, name: str) -> None:
     assert vlm.runtime.refresh() == before
 
 
-def test_a_used_lane_of_another_dtype_is_left_alone(vlm: Any) -> None:
-    for messages in OTHERS:  # as many lanes as are kept
-        vlm.chat(messages, max_new_tokens=1)
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        vlm.model.to(dtype)
-        assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
-    with torch.autocast("cpu", torch.bfloat16):
-        for messages in (SECOND, FIRST, *OTHERS):
-            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
-    for messages in (SECOND, FIRST, *OTHERS):
-        assert torch.equal(logits(vlm, messages), cold(vlm, messages))
-
-
-def test_a_lane_serves_other_tenants_and_no_other_making(vlm: Any) -> None:
-    for i in range(6):
-        vlm.chat(FIRST, max_new_tokens=1, tenant=str(i))
-    lanes = vlm.runtime.engine.lanes
-    rooms = {layer.key_buffer.data_ptr() for lane in lanes._idle for layer in lane.full}
-    vlm.chat(SECOND, max_new_tokens=1, tenant="new")
-    assert {layer.key_buffer.data_ptr() for lane in lanes._idle for layer in lane.full} == rooms
-    vlm.model.to(torch.bfloat16)
-    vlm.chat(FIRST, max_new_tokens=1)
-    dtypes = [lane.full[0].key_buffer.dtype for lane in lanes._idle]
-    assert dtypes.count(torch.bfloat16) == 1 and len(dtypes) == 4
-
-
 def _random_walk(vlm: Any, seed: int, steps: int) -> None:
     rng = random.Random(seed)
     prompts = [FIRST, SECOND, *OTHERS]

@@ -32,8 +32,13 @@ from keepsight.media.caches import MediaCaches
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
-from keepsight.models.compiled import Compiled
-from keepsight.models.environment import about, backend_version, environment_of
+from keepsight.models.environment import (
+    about,
+    backend_version,
+    beside_the_decoder,
+    compiled,
+    environment_of,
+)
 from keepsight.models.families import Family
 from keepsight.models.identity import Identity, ProcessorCode
 from keepsight.models.quantised import (
@@ -109,8 +114,7 @@ class Runtime:
         self.rule = self._plain = Rule(*kind, family.media_ends, states)
         self._any_cut = AnyCut(model, family, self.engine.decoder, weights, settings, owned, store)
         self.finding = Finding(None)
-        self._compiled = Compiled(model, not family.packages_only)
-        self._compiled.gather()
+        self._compiled = compiled(model)
         refuse_shared_scales(model)
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._grammars: Grammars | None = None
@@ -309,7 +313,7 @@ class Runtime:
         self.refresh()
 
     def _follow_change(self) -> None:
-        self._compiled.gather()
+        self._compiled = compiled(self.model)
         refuse_shared_scales(self.model)
         if self.engine.look_again():
             self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
@@ -346,7 +350,7 @@ class Runtime:
     def _now(self) -> Record:
         """The environment now, in this thread."""
         now = environment_of(self.model, self.weights.dtype)
-        return {**now, "compiled": dict(self._compiled.look())}
+        return {**now, "compiled": self._compiled}
 
     def environment(self) -> Record:
         """Everything a snapshot depends on except weights and input, as plain data for a file."""
@@ -358,7 +362,7 @@ class Runtime:
         backend = str(getattr(processor, "backend", None) or "tensors")
         return dict(
             now,
-            compiled=self._compiled.beside_the_decoder(now["compiled"]),
+            compiled=beside_the_decoder(self.model, now["compiled"]),
             dtype=self.weights.vision_dtype,
             maker=str(now.get("runtime", "torch")).split()[0],
             codec="exact",

@@ -29,6 +29,11 @@ from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
 from keepsight.models.renamed import NEW, OLD, RETURNED
 from keepsight.runtimes.imports import Untyped
+from keepsight.runtimes.load import (
+    empty_model,
+    refuse_what_takes_weights,
+    replace_encoder,
+)
 from keepsight.runtimes.manifest import file_digest
 from keepsight.runtimes.mlx_library import Array, Mlx
 from keepsight.runtimes.mlx_states import FixedArrays, HeldArrays, PastArrays
@@ -48,11 +53,6 @@ from keepsight.runtimes.states import (
     new_state,
     state,
     state_names,
-)
-from keepsight.runtimes.weightless import (
-    empty_model,
-    refuse_what_takes_weights,
-    replace_encoder,
 )
 from keepsight.system import digests
 

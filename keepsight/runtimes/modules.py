@@ -207,41 +207,25 @@ class DecoderStandIn:
         if position_ids is None:
             held = cache.get_seq_length()
             position_ids = torch.arange(held, held + tokens).expand(rows, -1)
-        feeds = {
-            "inputs_embeds": inputs_embeds,
-            "position_ids": self._positions(position_ids),
-            **self._deepstack(inputs_embeds, visual_pos_masks, deepstack_visual_embeds),
-        }
+        if self._mrope and position_ids.ndim == 2:  # text, time, height, width
+            position_ids = position_ids.expand(4, *position_ids.shape)
+        elif self._mrope and position_ids.shape[0] == 3:
+            position_ids = torch.cat([position_ids[:1], position_ids])
+        feeds = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        for level in range(self._levels):  # a row for each token: zeros where there is no picture
+            feeds[deepstack(level)] = dense = torch.zeros_like(inputs_embeds)
+            if visual_pos_masks is not None and deepstack_visual_embeds is not None:
+                dense[visual_pos_masks] = deepstack_visual_embeds[level].to(dense.dtype)
         into = {"hidden": torch.empty_like(inputs_embeds)}
         layers = cache.layers
-        held = self._held(layers, rows)
+        held_by = self._held(layers, rows)
         for number, layer in enumerate(layers):
             self._put_states(number, layer, inputs_embeds, feeds, into)
-        feeds |= self._biases(attention_mask, held, tokens, feeds)
+        feeds |= self._biases(attention_mask, held_by, tokens, feeds)
         found = self._session.run(feeds, into)
         for number, layer in enumerate(layers):
             self._take_states(number, layer, feeds, found, tokens)
         return MoeModelOutputWithPast(last_hidden_state=found["hidden"], **{RETURNED: cache})
-
-    def _positions(self, given: Tensor) -> Tensor:
-        """Text, time, height and width for multimodal rope; Transformers accepts fewer rows too."""
-        if not self._mrope:
-            return given
-        if given.ndim == 2:
-            return given.expand(4, *given.shape)
-        return given if given.shape[0] == 4 else torch.cat([given[:1], given])
-
-    def _deepstack(
-        self, embeds: Tensor, spots: Tensor | None, levels: Sequence[Tensor] | None
-    ) -> dict[str, Tensor]:
-        """A row for each token: the features at the places of pictures, zeros elsewhere."""
-        feeds = {}
-        for level in range(self._levels):
-            dense = torch.zeros_like(embeds)
-            if spots is not None and levels is not None:
-                dense[spots] = levels[level].to(dense.dtype)
-            feeds[deepstack(level)] = dense
-        return feeds
 
     # -- states ----------------------------------------------------------------------------------
 

@@ -48,8 +48,7 @@ class Binding:
         missing = [name for name in known[:4] if not isinstance(given.get(name), str)]
         if missing:
             raise InputError(
-                f"the configuration of the connector lacks {', '.join(missing)}; make its "
-                "configuration with "
+                f"the configuration of the connector lacks {', '.join(missing)}; make it with "
                 "keepsight.export.engines.connector_config(checkpoint, store)"
             )
         return cls(**given)
