@@ -316,15 +316,6 @@ def test_ask_in_a_process_of_its_own(made: Any, home: Path, expected: str) -> No
     assert (process.returncode, output, errors) == (0, f"{expected}\n", "")
 
 
-@pytest.mark.slow  # a second export; `made` shows what one says
-def test_ask_makes_an_export_without_the_words_of_exporters(home: Path, expected: str) -> None:
-    process = keepsight(home, "ask", "a.png", QUESTION, "--runtime", "onnx", "--store", "memory")
-    output, errors = process.communicate()
-    assert (process.returncode, output) == (0, f"{expected}\n"), errors
-    ours = r"running in|this takes|loading the|tracing the|comparing with|giving it|exported for"
-    assert [line for line in errors.splitlines() if not re.match(ours, line)] == []
-
-
 def test_serve_in_a_process_of_its_own(made: Any, home: Path, expected: str) -> None:
     words = ("serve", "made", "--port", "0", "--no-log")
     process = keepsight(home, *words)

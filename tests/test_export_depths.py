@@ -12,7 +12,6 @@ from models import build, folder_of, picture, stock_inputs, turn
 
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
-from keepsight.export.graphs import tracing
 from keepsight.export.graphs.exporter import export
 from keepsight.export.graphs.towers import tower_of
 from keepsight.models.families import family_of
@@ -154,26 +153,6 @@ def test_one_token_over_and_over() -> None:
     ids = torch.full((1, 3000), 77)
     with torch.inference_mode():
         assert off(model(input_ids=ids).logits, own(input_ids=ids).logits) < NEAR
-
-
-def test_equal_keys_without_decay_are_exact_enough() -> None:
-    """One block against the rule token by token in float64; nothing is forgotten in it."""
-    width, count = 16, 64
-    generator = torch.Generator().manual_seed(0)
-    query, value = torch.randn(2, 1, 1, count, width, generator=generator, dtype=torch.float64)
-    key = torch.nn.functional.normalize(query[:, :, :1], dim=-1).expand_as(query)
-    for strength in (0.5, 0.99, 1.0):
-        beta = torch.full((1, 1, count, 1), strength, dtype=torch.float64)
-        packed = torch.cat([query, key, value, beta, torch.zeros_like(beta)], dim=-1)
-        state = torch.zeros(1, 1, width, width, dtype=torch.float64)
-        wanted = []
-        for t in range(count):
-            k, v = key[:, :, t : t + 1], value[:, :, t : t + 1]
-            state = state + k.transpose(-1, -2) @ ((v - k @ state) * strength)
-            wanted.append(query[:, :, t : t + 1] @ state)
-        after, found = tracing._block(torch.zeros(1, 1, width, width), packed.float())
-        assert off(found.double(), torch.cat(wanted, dim=2)) < 1e-5
-        assert off(after.double(), state) < 1e-5
 
 
 # -- memory --------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import exported_models
 import pytest
 import torch
-from exported_models import folder, small
+from exported_models import exported_demo, small
 from model_parts import picture
 from test_export_families import ExportedTests
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch import Tensor
 import keepsight as ks
 from keepsight.errors import ModelError
 from keepsight.export.graphs.check import deviation
-from keepsight.export.graphs.exporter import export
 from keepsight.export.graphs.writing import quantise
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read
@@ -31,35 +30,15 @@ from keepsight.runtimes.openvino import OpenVinoSession
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("needs openvino", allow_module_level=True)
 openvino = imports.openvino()
-_FOLDER = TemporaryDirectory(prefix="keepsight-openvino-")
-_DEMOS = ("demo", "demo-hybrid")
 
 
-@functools.cache
-def exported_folder(kind: str) -> Path:
-    """What `keepsight export` made of a tiny model, or of one that is shipped."""
-    target = Path(_FOLDER.name) / kind
-    export(kind if kind in _DEMOS else str(folder(kind)), target, runtime="openvino")
-    return target
-
-
-@functools.cache
-def exported(kind: str) -> Any:
-    """The exported model, ready to be wrapped as any other."""
-    with ks.load(exported_folder(kind)) as vlm:
-        return vlm.model
+exported_folder = functools.partial(exported_models.exported_folder, runtime="openvino")
+exported = functools.partial(exported_models.exported, runtime="openvino")
 
 
 def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
     parts = [{"type": "image", "image": image} for image in images]
     return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
-
-
-def wrapped(kind: str, **options: Any) -> tuple[ks.VLM, ks.VLM]:
-    """The export and its model, each with an empty memory."""
-    options = {**options}
-    processor = small(kind)[1]
-    return ks.wrap(exported(kind), processor, **options), ks.wrap(*small(kind), **options)
 
 
 # -- one graph -----------------------------------------------------------------------------------
@@ -299,10 +278,11 @@ def test_weights_in_few_bits_are_near_and_as_exact_as_is_said(kind: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", _DEMOS)
+@pytest.mark.parametrize("kind", ["demo", "demo-hybrid"])
 def test_the_demo_models_answer_as_ever(kind: str) -> None:
     images = [picture(4, 128, 96), picture(5, 96, 128), picture(6, 192, 64)]
-    with ks.load(exported_folder(kind)) as vlm, ks.load(kind, dtype="float32") as own:
+    folder = exported_demo(kind, "openvino")
+    with ks.load(folder) as vlm, ks.load(kind, dtype="float32") as own:
         messages = [turn("What do you see?", images[0])]
         for image in images[1:]:
             answers = [

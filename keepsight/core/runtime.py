@@ -42,7 +42,6 @@ from keepsight.models.environment import (
 from keepsight.models.families import Family
 from keepsight.models.identity import Identity, ProcessorCode
 from keepsight.models.quantised import (
-    named_weights,
     refuse_experts_without_kernel,
     refuse_shared_scales,
 )
@@ -281,9 +280,7 @@ class Runtime:
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
         weights = self.weights
-        with named_weights(self.model):
-            changed = weights.refresh(remembered)
-        if changed:
+        if weights.refresh(remembered):
             self._follow_change()
         if weights.state != self._read_at:
             self._read_again()
@@ -307,8 +304,7 @@ class Runtime:
     def announce(self) -> None:
         """Look at everything again, for a change that nothing shows."""
         self._processor_code.announce()
-        with named_weights(self.model):
-            self.weights.announce()
+        self.weights.announce()
         self._follow_change()
         self.refresh()
 

@@ -20,7 +20,6 @@ import functools
 import inspect
 import logging
 import operator
-import re
 import sys
 import sysconfig
 import threading
@@ -29,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,26 +57,23 @@ _ORIGIN = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"}
     | {"_post_init_done", "dtype", "torch_dtype"}
 )
-# Attributes of modules that are compared one by one, or that change no forward pass: of all,
+# Attributes of modules that change no forward pass: positions are passed explicitly, settings of
+# sampling are read on every call; the rest are notes of Transformers and PEFT on how a model was
+# loaded, placed and saved, and what `generate` leaves for its own next call.
 _NOTES = frozenset({
-    "generation_config",  # read on every call by the sampling code
-    "rope_deltas",  # left by the last caller; positions are passed explicitly
-    "generate",  # the caller of a live model
-    # of Transformers and PEFT,
-    "_hf_peft_config_loaded", "_is_hf_initialized", "_output_capturing_hooks_installed",
-    "_use_kernels", "_weight_conversions", "hf_device_map", "hf_quantizer", "is_loaded_in_4bit",
-    "is_loaded_in_8bit", "is_quantized", "model_tags", "name_or_path", "peft_config",
-    "quantization_method", "warnings_issued",
-    # how a checkpoint is loaded, saved and spread over devices,
-    "_ep_plan", "_fsdp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "rope_deltas", "generation_config", "generate", "_hf_peft_config_loaded", "_is_hf_initialized",
+    "_output_capturing_hooks_installed", "_use_kernels", "_weight_conversions", "hf_device_map",
+    "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "model_tags",
+    "name_or_path", "peft_config", "quantization_method", "warnings_issued", "_ep_plan",
+    "_fsdp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
     "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan", "_skip_keys_device_placement",
-    "_tp_plan", "all_tied_weights_keys",
-    # and what `generate` leaves for its own next call.
-    "_cached_continuous_batching_manager", "_compiled_call", "_last_compile_config",
-    "_previous_max_cache_length", "_cached_decode_position_ids", "_prefill_len",
+    "_tp_plan", "all_tied_weights_keys", "_cached_continuous_batching_manager", "_compiled_call",
+    "_last_compile_config", "_previous_max_cache_length", "_cached_decode_position_ids",
+    "_prefill_len",
 })  # fmt: skip
-_OF_EACH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}  # seen by `compiled.py`
+# Attributes of every module, which are compared one by one; the last is seen by `environment.py`.
+_OF_EACH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 _PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # set by accelerate on a module
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _RANDOM = ("drop", "jitter", "noise")  # parts of names of settings that act in training only
@@ -89,7 +85,7 @@ _WITHOUT_VALUE = (  # where a model lies is part of the environment
     weakref.ReferenceType,
 )  # fmt: skip
 _ITEMS = (list, set, deque)
-_OF_C = (BuiltinFunctionType, type(str.join), type(object.__init__), type(vars(dict)["fromkeys"]))
+_FUNCTIONS = (FunctionType, MethodType, functools.partial, type(None))
 # Perhaps installed to be edited; the versions of the first three are part of the environment.
 _LIBRARIES = ("torch", "transformers", "keepsight", "peft", "accelerate", "torchao", "optimum")
 _SAMPLES = 8  # values of each tensor on the CPU that are compared
@@ -123,13 +119,15 @@ class _Tensor(NamedTuple):
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     """Where the values of a tensor lie, how they are read, and how often they were written."""
+    described = (tensor.shape, tensor.dtype)
     try:
-        address = tensor.data_ptr()
+        return tensor.data_ptr(), tensor._version, tensor.stride(), *described
     except (RuntimeError, NotImplementedError):
-        address = 0  # a wrapper around others, which are held themselves
-    strides = tensor.stride() if tensor.layout is torch.strided else None
-    version = None if tensor.is_inference() else tensor._version
-    return address, strides, version, tensor.shape, tensor.dtype
+        version = None if tensor.is_inference() else tensor._version
+    try:
+        return tensor.data_ptr(), version, *described
+    except (RuntimeError, NotImplementedError):
+        return version, *described  # it wraps others, which are held themselves
 
 
 def _sample(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -160,7 +158,6 @@ class Watch:
         self._held: dict[int, _Held] = {}
         self._methods: list[tuple[type, str, object]] = []
         self.tensors: dict[int, _Tensor] = {}
-        self.kept: list[object] = []  # so that nothing else takes its address
 
     def hold(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
         """Hold a dict or a list by its items, another object by its class and attributes."""
@@ -217,7 +214,7 @@ class Watch:
         return named != then[0] or not all(map(operator.is_, things, then[1]))
 
     def _changed(self, held: _Held) -> set[Owner]:
-        """The owner of a change; none of the weights if only the mode changed."""
+        """The owner of a change; none of the weights if only functions or the mode changed."""
         if type(held.thing) is not held.kind:
             return {held.owner}
         then, now = (
@@ -229,11 +226,24 @@ class Watch:
         other = [n for n in names if not _same(then.get(n, nothing), now.get(n, nothing))]
         if not other and list(then) == list(now):
             return set()
-        return {None if other == ["training"] else held.owner}
+        values = [home.get(name) for name in other if name != "training" for home in (then, now)]
+        quiet = other and all(isinstance(value, _FUNCTIONS) for value in values)
+        return {None if quiet else held.owner}
 
 
 def digest_of(tensor: torch.Tensor) -> str:
     """The digest of a weight's values, in any of the forms that weights have."""
+    try:
+        return _digest_of(tensor)
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+        raise UnreadableWeights(
+            f"a weight of kind {type(tensor).__name__} cannot be read, so it cannot be "
+            f"fingerprinted ({error}); load the model in another precision, or quantise it with "
+            "another library"
+        ) from error
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         values = (tensor.int_repr(), str(tensor.dtype), str(tensor.qscheme()))
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -242,15 +252,9 @@ def digest_of(tensor: torch.Tensor) -> str:
         return digests.digest("quantised", *values, *scales, tensor.q_per_channel_axis())
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        inner = [part for name in names for part in (name, digest_of(getattr(tensor, name)))]
+        inner = [part for name in names for part in (name, _digest_of(getattr(tensor, name)))]
         return digests.digest("weight of parts", str(context), list(tensor.shape), *inner)
-    try:
-        return digests.weight_digest(tensor)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise UnreadableWeights(
-            f"a weight of kind {type(tensor).__name__} cannot be read, so it cannot be "
-            f"fingerprinted ({error}); load the model in another precision"
-        ) from error
+    return digests.weight_digest(tensor)
 
 
 # -- describing values -----------------------------------------------------------------------------
@@ -284,7 +288,6 @@ class Describer:
         """A description that no other process has."""
         if isinstance(thing, MethodType):  # made anew each time that it is asked for
             return ("method", self.private(thing.__self__), self.private(thing.__func__))
-        self.watch.kept.append(thing)
         return ("private", nameless.PROCESS, nameless.number_of(thing))
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> Plain:
@@ -300,12 +303,10 @@ class Describer:
             return ("part", self._places[id(value)])
         if isinstance(value, type):
             return self.kind(value)
-        if isinstance(value, (*_BY_TEXT, re.Pattern)):
+        if isinstance(value, _BY_TEXT):
             return (*place_of(kind), str(value))
         if isinstance(value, _WITHOUT_VALUE):
             return place_of(kind)
-        if isinstance(value, ModuleType):
-            return ("module", value.__name__)
         if isinstance(value, (dict, *_ITEMS)):
             self.watch.hold(value, owner)
         if isinstance(value, dict):
@@ -330,19 +331,16 @@ class Describer:
         return sorted(found, key=repr)
 
     def _callable(self, value: Any, owner: Owner) -> Plain:
-        """A library's function by its place; anything else belongs to this process."""
+        """A library's function by its place; any other belongs to this process."""
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
             return ("partial", *(self.value(part, owner) for part in parts))
-        whose = getattr(value, "__self__", None)
-        if isinstance(value, MethodType) and id(whose) in self._places:
-            return ("method", self._places[id(whose)], self.value(value.__func__, owner))
+        if isinstance(value, MethodType) and id(value.__self__) in self._places:
+            return ("method", self._places[id(value.__self__)], self.value(value.__func__, owner))
         if isinstance(value, FunctionType) and is_library(place_of(value)[0]):
             inside = [self.value(cell.cell_contents, owner) for cell in value.__closure__ or ()]
             given = self.value(value.__defaults__, owner) if inside else ()
             return ("function", *place_of(value), *inside, given)
-        if isinstance(value, _OF_C) and (whose is None or isinstance(whose, ModuleType)):
-            return ("builtin", *place_of(value))
         return self.private(value)
 
     def kind(self, kind: type) -> Plain:
@@ -410,15 +408,15 @@ def _file_digest(path: str) -> str:
 def _rows(model: Any, describer: Describer) -> Iterator[Row]:
     """Everything about the modules that a forward pass reads, and that is held; no tensors."""
     watch = describer.watch
-    kinds = set[type]()
+    methods: dict[type, list[Plain]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own, kind = vars(module), getattr(module, "stands_for", type(module))
         watch.hold(module, path, _NOTES)
         for name in ("_parameters", "_buffers", "_modules"):
             watch.hold(own[name], path)
-        if kind not in kinds:
-            kinds.add(kind)
-            yield from ((path, row) for row in describer.replaced(kind, "forward"))
+        if kind not in methods:
+            methods[kind] = list(describer.replaced(kind, "forward"))
+        yield from ((path, row) for row in methods[kind])
         yield path, ("kind", describer.kind(kind))
         yield path, ("children", *module._modules)
         left_out = _OF_EACH | _NOTES | (_PLACED if _is_only_placed(module) else frozenset())
@@ -470,12 +468,8 @@ def _build(model: PreTrainedModel) -> _Stock:
         return frozenset(), {}
     places = {id(part): path for path, part in twin.named_modules()}
     describer = Describer(Watch(), places, lambda t: f"unread {tuple(t.shape)}")
-    return frozenset(row for row in _rows(twin, describer) if not _is_passing(row)), derived
-
-
-def _is_passing(row: Row) -> bool:
-    """Whether a row is about a replaced method or a hook: no part of what Transformers makes."""
-    return row[1][0] in ("replaced", "hook")
+    rows = _rows(twin, describer)  # a replaced method or a hook is nothing that Transformers makes
+    return frozenset(row for row in rows if row[1][0] not in ("replaced", "hook")), derived
 
 
 def _derived(twin: Any) -> dict[str, torch.Tensor]:
@@ -528,22 +522,21 @@ def _differences(
 def _refuse_random(model: PreTrainedModel) -> None:
     """Refuse modules in training mode whose results vary."""
     for path, module in model.named_modules():
-        if module.training and _is_random(module):
+        if not module.training:
+            continue
+        named = any(
+            isinstance(value, int | float) and value > 0 and any(word in name for word in _RANDOM)
+            for name, value in vars(module).items()
+        )
+        if isinstance(module, upstream.Dropout):
+            named = module.p > 0
+        elif isinstance(module, upstream.RunningNorm):
+            named = module.track_running_stats
+        if named or isinstance(module, torch.nn.RReLU):
             raise ModelError(
                 f"{path} ({type(module).__name__}) is in training mode, though the model is not, "
                 "so its results vary; call model.eval()"
             )
-
-
-def _is_random(module: torch.nn.Module) -> bool:
-    if isinstance(module, upstream.Dropout):
-        return bool(module.p > 0)
-    if isinstance(module, upstream.RunningNorm):
-        return bool(module.track_running_stats)
-    return isinstance(module, torch.nn.RReLU) or any(
-        isinstance(value, int | float) and value > 0 and any(word in name for word in _RANDOM)
-        for name, value in vars(module).items()
-    )
 
 
 def _is_ours(value: object) -> bool:
