@@ -63,31 +63,30 @@ def folder(kind: str) -> Path:
 
 
 @functools.cache
-def exported_folder(kind: str) -> Path:
+def exported_folder(kind: str, runtime: str = "onnx") -> Path:
     """What `keepsight export` made of it."""
-    return _once(kind, lambda target: export(str(folder(kind)), target))
+    return _once(kind, str(folder(kind)), runtime)
 
 
-def exported_demo(name: str) -> Path:
+def exported_demo(name: str, runtime: str = "onnx") -> Path:
     """An export of a demo model, which nobody may change."""
-    if name == "demo":
+    if (name, runtime) == ("demo", "onnx"):
         return exported_by_command()[0]
-    return _once(name, lambda target: export(name, target))
+    return _once(name, name, runtime)
 
 
 def exported_by_command() -> tuple[Path, str, str]:
     """What `keepsight export demo --to made` made, printed, and said meanwhile."""
-    folder = _once("made", _run_command)
-    return folder, *((_SHARED / name).read_text() for name in ("printed", "said"))
-
-
-def _run_command(target: Path) -> None:
-    words = ("export", "demo", "--to", target.name, "--max-patches", "256", "--json")
-    command = [sys.executable, "-m", "keepsight", *words]
-    done = subprocess.run(command, cwd=_SHARED, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    (_SHARED / "printed").write_text(done.stdout)
-    (_SHARED / "said").write_text(done.stderr)
+    made = _SHARED / "made"
+    with FileLock(_SHARED / "made.lock"):
+        if not made.exists():
+            words = ("export", "demo", "--to", "made", "--max-patches", "256", "--json")
+            command = [sys.executable, "-m", "keepsight", *words]
+            done = subprocess.run(command, cwd=_SHARED, capture_output=True, text=True, timeout=400)
+            assert done.returncode == 0, done.stderr
+            (_SHARED / "printed").write_text(done.stdout)
+            (_SHARED / "said").write_text(done.stderr)
+    return made, *((_SHARED / name).read_text() for name in ("printed", "said"))
 
 
 def copied(made: Path) -> Callable[..., None]:
@@ -102,18 +101,18 @@ def copied(made: Path) -> Callable[..., None]:
     return write_graph
 
 
-def _once(name: str, make: Callable[[Path], Any]) -> Path:
-    target = _SHARED / name
-    with FileLock(_SHARED / f"{name}.lock"):
+def _once(name: str, source: str, runtime: str) -> Path:
+    target = _SHARED / f"{runtime}-{name}"
+    with FileLock(f"{target}.lock"):
         if not target.exists():
-            make(target)
+            export(source, target, runtime=runtime)
     return target
 
 
 @functools.cache
-def exported(kind: str) -> Any:
+def exported(kind: str, runtime: str = "onnx") -> Any:
     """The exported model, ready to be wrapped as any other."""
-    with ks.load(exported_folder(kind)) as vlm:
+    with ks.load(exported_folder(kind, runtime)) as vlm:
         return vlm.model
 
 

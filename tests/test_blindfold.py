@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
-import torch
 from models import ALL, build, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -72,32 +70,12 @@ def test_nested_in_threads_and_after_errors() -> None:
         assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_weights_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = build("qwen2_vl")
-    with ks.wrap(model, processor) as vlm:
-        vlm.encode(picture(1))
-        monkeypatch.setattr("keepsight.system.digests.weight_digest", None)
-        with vlm.blindfold():
-            vlm.chat(FIRST, **ONE)
-        vlm.chat(THEN, **ONE)
-
-
 def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor) as vlm:
         monkeypatch.setattr(model.model.visual, "_compiled_call_impl", lambda *_: None)
         with pytest.raises(ModelError, match=r"model.visual is compiled"), vlm.blindfold():
             pass
-
-
-def test_another_tower_run_by_hand() -> None:
-    model, processor = build("qwen3_vl")
-    other, _ = build("qwen2_vl")
-    with ks.wrap(model, processor) as vlm, vlm.blindfold(), torch.no_grad():
-        inputs: dict[str, Any] = stock_inputs(processor, OTHER)
-        with pytest.raises(TowerRan, match=r"model\.visual"):
-            model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-        other.generate(torch.tensor([[5, 6]]), max_new_tokens=1)
 
 
 def test_certify_counts_runs_and_bytes() -> None:

@@ -10,10 +10,8 @@ import torch
 from exported_models import exported, small, wrapped
 from models import build, folder_of, picture, stock_inputs, turn
 
-from keepsight import Together
 from keepsight.core.decoding.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
-from keepsight.export.graphs import tracing
 from keepsight.export.graphs.exporter import export
 from keepsight.export.graphs.towers import tower_of
 from keepsight.models.families import family_of
@@ -146,28 +144,6 @@ def test_what_a_graph_cannot_do_is_refused_by_name() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding", "gemma3_sliding"])
-def test_chats_that_decode_together(kind: str) -> None:
-    """Rows of one pass, who come and go, as each chat alone in PyTorch."""
-    chats = [
-        [turn("Look.", picture(1))],
-        [turn("Only words here.")],
-        [turn("Look at this one. " * 6, picture(2, 160, 96))],
-        [turn("Compare. " * 3, picture(1), picture(2)), turn("And?")],
-    ]
-    counts = (6, 15, 3, 11)
-    vlm, own = wrapped(kind)
-    with vlm, own, Together(vlm) as together:
-        asked = zip(chats, counts, strict=True)
-        with vlm.runtime.lock:  # nothing is computed until all have come
-            tickets = [together.submit(c, max_new_tokens=n, do_sample=False) for c, n in asked]
-        replies = [ticket.result().tokens for ticket in tickets]
-        if kind not in ("qwen3_5", "gemma3_sliding"):  # these take one sequence in a pass
-            assert vlm.stats()["engine"]["decode_steps"] < sum(counts) - len(counts)
-        for reply, chat, count in zip(replies, chats, counts, strict=True):
-            assert reply == own.chat(chat, max_new_tokens=count, do_sample=False).tokens
-
-
 # -- numbers -------------------------------------------------------------------------------------
 
 
@@ -179,39 +155,7 @@ def test_one_token_over_and_over() -> None:
         assert off(model(input_ids=ids).logits, own(input_ids=ids).logits) < NEAR
 
 
-def test_equal_keys_without_decay_are_exact_enough() -> None:
-    """One block against the rule token by token in float64; nothing is forgotten in it."""
-    width, count = 16, 64
-    generator = torch.Generator().manual_seed(0)
-    query, value = torch.randn(2, 1, 1, count, width, generator=generator, dtype=torch.float64)
-    key = torch.nn.functional.normalize(query[:, :, :1], dim=-1).expand_as(query)
-    for strength in (0.5, 0.99, 1.0):
-        beta = torch.full((1, 1, count, 1), strength, dtype=torch.float64)
-        packed = torch.cat([query, key, value, beta, torch.zeros_like(beta)], dim=-1)
-        state = torch.zeros(1, 1, width, width, dtype=torch.float64)
-        wanted = []
-        for t in range(count):
-            k, v = key[:, :, t : t + 1], value[:, :, t : t + 1]
-            state = state + k.transpose(-1, -2) @ ((v - k @ state) * strength)
-            wanted.append(query[:, :, t : t + 1] @ state)
-        after, found = tracing._block(torch.zeros(1, 1, width, width), packed.float())
-        assert off(found.double(), torch.cat(wanted, dim=2)) < 1e-5
-        assert off(after.double(), state) < 1e-5
-
-
 # -- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_warm_is_cold_and_both_are_stock(kind: str) -> None:
-    """`verify` compares with the graphs run afresh from pixels, in one pass over the prompt."""
-    vlm, _ = wrapped(kind)
-    messages = [turn("What do you see?", picture(4), picture(5, 160, 96))]
-    messages += [turn("Two.", role="assistant"), turn("And this one?", picture(6, 96, 192))]
-    with vlm:
-        found = vlm.verify(messages, stock=True)
-    assert found.equal and found.cached_tokens and found.stock_same_tokens
-    assert found.stock_max_difference < NEAR * found.stock_scale
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "gemma3_sliding"])

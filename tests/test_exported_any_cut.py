@@ -21,7 +21,6 @@ from torch import Tensor
 
 import keepsight as ks
 from keepsight import Together
-from keepsight.core.any_cut import AnyCut
 from keepsight.runtimes.onnx import OnnxSession
 
 KINDS = ("qwen3_vl", "llava")
@@ -197,24 +196,3 @@ def test_a_runtime_that_rounds_otherwise_is_found_out(monkeypatch: pytest.Monkey
             assert found and why in str(found)
             reply = vlm.ask(picture(1), "What?", max_new_tokens=1)
             assert reply.report.to_dict()["exactness"] == "rounding"
-
-
-@pytest.mark.tries_anew
-def test_what_was_found_is_kept_in_the_store_and_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[str] = []
-    fails = AnyCut._graphs_fail
-
-    def counted(self: AnyCut, *given: Any) -> str:
-        tried.append("")
-        return fails(self, *given)
-
-    monkeypatch.setattr(AnyCut, "_graphs_fail", counted)
-    for _ in range(2):
-        with wrapped("qwen3_vl", store=tmp_path) as vlm:
-            assert holds(vlm) and len(tried) == 1
-            vlm.flush()
-    monkeypatch.setattr(AnyCut, "_graphs_agree", lambda self, kernels: False)
-    with wrapped("qwen3_vl", store=tmp_path) as vlm:
-        assert holds(vlm) and len(tried) == 2

@@ -1,7 +1,7 @@
 """Exported folders that are half copied, changed, forged, or made for other versions.
 
-Each is a named error before a runtime computes anything, and the good folder beside it still works.
-A forger who writes the record anew, seal and all, is what `sealed` stands for.
+Each is a named error before a runtime computes anything. A forger who writes the record anew, seal
+and all, is what `sealed` stands for.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ FILES = [
     "chat_template.jinja",
     *(f"graphs/{part}.onnx{end}" for part in manifest.PARTS for end in ("", ".data")),
 ]
+Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "export"))
 
 
-def sealed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def sealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the record as a forger would, or as another version: its seal holds."""
     path = folder / manifest.NAME
     told = json.loads(path.read_text())
@@ -77,13 +78,6 @@ def resealed_files(folder: Path) -> None:
 def answers(folder: Path, **options: Any) -> list[int]:
     with ks.load(folder, **options) as vlm:
         return vlm.ask(picture(1), QUESTION, max_new_tokens=4, do_sample=False).tokens
-
-
-# -- half copied, changed ------------------------------------------------------------------------
-
-
-def test_the_list_of_files_is_that_of_an_export(whole: Path) -> None:
-    assert set(FILES) <= set(read(whole).files)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -104,105 +98,149 @@ def test_a_file_that_is_missing_cut_off_or_changed_is_named(folder: Path, name: 
     assert read(folder)
 
 
-def test_a_file_of_another_export_is_noticed_even_in_the_same_size(folder: Path) -> None:
-    for part in ("embedding", "head"):
-        shutil.copy(folder / f"graphs/{part}.onnx.data", folder / f"{part}.tmp")
-    sizes = {(folder / f"{part}.tmp").stat().st_size for part in ("embedding", "head")}
-    assert len(sizes) == 1, "the demo model's two tables should be of one size"
-    data = bytearray((folder / "embedding.tmp").read_bytes())
-    (folder / "graphs/head.onnx.data").write_bytes(data[::-1])
-    with pytest.raises(DamagedFile, match=r"head\.onnx\.data is not the file"):
-        ks.load(folder)
+def edited(part: str, change: Callable[[Any], object]) -> Change:
+    """A graph changed, and the record with it."""
+
+    def edit(folder: Path) -> None:
+        path = folder / f"graphs/{part}.onnx"
+        model = onnx.load(path, load_external_data=False)
+        change(model)
+        path.write_bytes(model.SerializeToString())
+        resealed_files(folder)
+
+    return edit
 
 
-def test_a_folder_that_lost_its_record_says_so(folder: Path) -> None:
+def record(change: Callable[[dict[str, Any]], object]) -> Change:
+    return lambda folder: sealed(folder, change)
+
+
+def by_hand(name: str, value: Any) -> Change:
+    """A line of the record changed, and not its seal."""
+
+    def edit(folder: Path) -> None:
+        path = folder / manifest.NAME
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+    return edit
+
+
+def led_out(name: str) -> Change:
+    """A file or a folder behind a link that leads out."""
+
+    def move(folder: Path) -> None:
+        shutil.move(folder / name, folder.parent / "outside")
+        (folder / name).symlink_to(folder.parent / "outside")
+
+    return move
+
+
+def is_a_folder(folder: Path) -> None:
     (folder / manifest.NAME).unlink()
-    with pytest.raises(NotKeepsightFile, match=r"has no keepsight\.json"):
-        ks.load(folder)
     (folder / manifest.NAME).mkdir()
-    with pytest.raises(NotKeepsightFile, match=r"has no keepsight\.json"):
+
+
+def of_another_model(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "qwen2_vl"}))
+    resealed_files(folder)
+
+
+def unknown_operator(model: Any) -> None:
+    model.graph.node[0].domain = "org.nobody"
+    model.opset_import.append(onnx.helper.make_opsetid("org.nobody", 1))
+
+
+def of_tomorrow(model: Any) -> None:
+    for one in model.opset_import:
+        one.version = one.version if one.domain else 9999
+
+
+def elsewhere(folder: Path) -> None:
+    """The weights lie outside, where a graph says they are."""
+    shutil.move(folder / "graphs/head.onnx.data", folder.parent / "outside.data")
+
+    def look_outside(model: Any) -> None:
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = "../../outside.data"
+
+    edited("head", look_outside)(folder)
+
+
+def swapped(part: str, other: str) -> Change:
+    """Whoever reseals a folder gets past the digests, and still no KeyError in the first call."""
+
+    def swap(folder: Path) -> None:
+        graphs = folder / manifest.GRAPHS
+        shutil.copyfile(graphs / f"{other}.onnx", graphs / f"{part}.onnx")
+        resealed_files(folder)
+        sealed(folder, lambda told: told.update(appends=part == "head" and told["appends"]))
+
+    return swap
+
+
+_OUTSIDE = ["/etc/passwd", "../secret", "graphs/../../x", "a\\..\\b", "a\0b"]
+_NONE = {"bytes": 1, "digest": "0" * 64}
+_NONSENSE: list[tuple[str, Any]] = [
+    *(("runtime", one) for one in ("torch", None, ["onnx"], {})),
+    *(("files", one) for one in (None, [], {}, {"config.json": 3}, {"config.json": {"bytes": 1}})),
+    ("surprise", 1),
+]
+DAMAGES: list[tuple[Change, type[Exception], str]] = [
+    (lambda f: (f / manifest.NAME).unlink(), NotKeepsightFile, r"has no keepsight\.json"),
+    (is_a_folder, NotKeepsightFile, r"has no keepsight\.json"),
+    *(
+        (lambda f, n=name: (f / n).write_text("{}"), DamagedFile, f"holds {name}")
+        for name in ("graphs/other.onnx", "processor_config.json", "x.jinja")
+    ),
+    *(
+        (led_out(name), DamagedFile, "leads out of the folder")
+        for name in ("graphs/decoder.onnx.data", "graphs")
+    ),
+    *(
+        (record(lambda told, form=form: told.update(format=form)), WrongFormatVersion, "reads 2")
+        for form in (0, 1, "2", True, 2.0, None, [2])
+    ),
+    *(
+        (by_hand(name, value), DamagedFile, "was changed after the export")
+        for name, value in (("weights", {"all": "0" * 64}), ("most_patches", 9), ("seal", None))
+    ),
+    *(
+        (record(lambda told, n=n, v=v: told.update({n: v})), DamagedFile, r"keepsight\.json")
+        for n, v in _NONSENSE
+    ),
+    *(
+        (record(lambda told, n=n: told["files"].update({n: _NONE})), DamagedFile, "outside its")
+        for n in _OUTSIDE
+    ),
+    (
+        record(lambda told: told["files"].pop("graphs/head.onnx")),
+        DamagedFile,
+        r"names no graphs/head\.onnx",
+    ),
+    (
+        record(lambda told: told.update(runtime="openvino")),
+        DamagedFile,
+        r"names no graphs/\w+\.bin",
+    ),
+    (of_another_model, DamagedFile, "is for qwen2_vl, the record for qwen3_vl"),
+    (edited("head", unknown_operator), ModelError, r"cannot run head\.onnx"),
+    (edited("head", of_tomorrow), ModelError, r"cannot run head\.onnx"),
+    (elsewhere, ModelError, r"head\.onnx"),
+    (swapped("head", "embedding"), ModelError, "the head's graph takes .* which this model lacks"),
+    (swapped("decoder", "head"), ModelError, "the decoder's graph takes .* which this model lacks"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
+def test_damage_is_named(folder: Path, number: int) -> None:
+    change, error, told = DAMAGES[number]
+    change(folder)
+    assert is_export(folder)
+    with pytest.raises(error, match=told):
         ks.load(folder)
-    shutil.rmtree(folder / "graphs")
-    assert not is_export(folder)
-
-
-@pytest.mark.parametrize("name", ["graphs/other.onnx", "processor_config.json", "x.jinja"])
-def test_a_file_that_is_not_of_this_export_is_noticed(folder: Path, name: str) -> None:
-    (folder / name).write_text("{}")
-    with pytest.raises(DamagedFile, match=f"holds {name}"):
-        ks.load(folder)
-
-
-def test_other_files_may_lie_beside_an_export(folder: Path) -> None:
-    (folder / "README.md").write_text("mine")
-    assert answers(folder)
-
-
-def test_links_that_lead_out_are_refused(folder: Path, tmp_path: Path) -> None:
-    data = folder / "graphs/decoder.onnx.data"
-    shutil.move(data, tmp_path / "outside")
-    data.symlink_to(tmp_path / "outside")
-    with pytest.raises(DamagedFile, match="leads out of the folder"):
-        ks.load(folder)
-    data.unlink()
-    shutil.move(tmp_path / "outside", data)
-    assert read(folder)
-    shutil.move(folder / "graphs", tmp_path / "elsewhere")
-    (folder / "graphs").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DamagedFile, match="leads out of the folder"):
-        ks.load(folder)
-
-
-def test_an_export_that_broke_off_before_the_comparison_does_not_load(folder: Path) -> None:
-    sealed(folder, lambda told: told.update(deviation={}))
-    with pytest.raises(DamagedFile, match="before it was compared"):
-        ks.load(folder)
-    with manifest.unfinished(folder):
-        assert read(folder)
-
-
-# -- the record ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", [0, 1, "2", True, 2.0, None, [2]])
-def test_another_version_of_the_format_is_named(folder: Path, form: Any) -> None:
-    sealed(folder, lambda told: told.update(format=form))
-    with pytest.raises(WrongFormatVersion, match="this version reads 2"):
-        ks.load(folder)
-
-
-def test_a_record_changed_by_hand_is_noticed(folder: Path) -> None:
-    path = folder / manifest.NAME
-    told = json.loads(path.read_text())
-    other = "0" * 64  # the fingerprint of another model
-    for name, value in (("weights", {"all": other, "vision": other}), ("most_patches", 9)):
-        path.write_text(json.dumps({**told, name: value}))
-        with pytest.raises(DamagedFile, match="was changed after the export"):
-            ks.load(folder)
-
-
-NONSENSE: dict[str, Any] = {
-    "runtime": ["torch", None, ["onnx"], {}],
-    "files": [None, [], {}, {"config.json": 3}, {"config.json": {"bytes": 1}}],
-    "seal": [None, 3, "0" * 64],
-    "surprise": [1],
-}
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_nonsense_in_a_record_is_named(folder: Path, name: str) -> None:
-    path = folder / manifest.NAME
-    for value in NONSENSE[name]:
-        told = json.loads((folder / manifest.NAME).read_text())
-        before = json.dumps(told)
-        told[name] = value
-        if name != "seal":
-            told["seal"] = manifest.seal_of(told)
-        path.write_text(json.dumps(told))
-        with pytest.raises(DamagedFile, match=r"keepsight\.json"):
-            read(folder)
-        path.write_text(before)
-    assert read(folder)
 
 
 @pytest.mark.parametrize(
@@ -230,85 +268,6 @@ def test_a_record_that_is_none_is_named(folder: Path, text: bytes) -> None:
         ks.load(folder)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "graphs/../../x", "a\\..\\b", "a\0b"])
-def test_paths_outside_the_folder_are_refused(folder: Path, name: str) -> None:
-    file = {"bytes": 1, "digest": "0" * 64}
-    sealed(folder, lambda told: told["files"].update({name: file}))
-    with pytest.raises(DamagedFile, match="outside its folder"):
-        ks.load(folder)
-
-
-def test_a_record_that_leaves_out_a_graph_is_refused(folder: Path) -> None:
-    sealed(folder, lambda told: told["files"].pop("graphs/head.onnx"))
-    with pytest.raises(DamagedFile, match=r"names no graphs/head\.onnx"):
-        ks.load(folder)
-    sealed(folder, lambda told: told.update(runtime="openvino"))
-    with pytest.raises(DamagedFile, match=r"names no graphs/\w+\.bin"):
-        ks.load(folder)
-
-
-# -- graphs that no runtime here can run ---------------------------------------------------------
-
-
-def edited(folder: Path, part: str, change: Callable[[Any], None]) -> None:
-    """A graph changed, and the record with it."""
-    path = folder / f"graphs/{part}.onnx"
-    model = onnx.load(path, load_external_data=False)
-    change(model)
-    path.write_bytes(model.SerializeToString())
-    resealed_files(folder)
-
-
-def test_settings_of_another_model_are_noticed(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "qwen2_vl"}))
-    resealed_files(folder)
-    with pytest.raises(DamagedFile, match="is for qwen2_vl, the record for qwen3_vl"):
-        ks.load(folder)
-
-
-def test_an_operator_or_opset_that_the_runtime_lacks_is_named(folder: Path, whole: Path) -> None:
-    def unknown(model: Any) -> None:
-        model.graph.node[0].domain = "org.nobody"
-        model.opset_import.append(onnx.helper.make_opsetid("org.nobody", 1))
-
-    def tomorrow(model: Any) -> None:
-        for one in model.opset_import:
-            one.version = one.version if one.domain else 9999
-
-    for change in (unknown, tomorrow):
-        edited(folder, "head", change)
-        with pytest.raises(ModelError, match=r"cannot run head\.onnx"):
-            ks.load(folder)
-        shutil.copy(whole / "graphs/head.onnx", folder / "graphs/head.onnx")
-    edited(folder, "head", unknown)
-    sealed(folder, lambda told: told["versions"].update(onnxruntime="99.0"))
-    with pytest.raises(ModelError, match=r"it was made with onnxruntime 99\.0 \(here "):
-        ks.load(folder)
-    assert answers(whole)
-
-
-def test_weights_that_a_graph_lacks_are_named(folder: Path) -> None:
-    (folder / "graphs/head.onnx.data").unlink()
-    resealed_files(folder)
-    with pytest.raises(ModelError, match=r"head\.onnx"):
-        ks.load(folder)
-
-
-def test_weights_outside_the_folder_are_not_read(folder: Path, tmp_path: Path) -> None:
-    shutil.move(folder / "graphs/head.onnx.data", tmp_path / "outside.data")
-
-    def look_outside(model: Any) -> None:
-        for tensor in model.graph.initializer:
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = "../../outside.data"
-
-    edited(folder, "head", look_outside)
-    with pytest.raises(ModelError, match=r"head\.onnx"):
-        ks.load(folder)
-
-
 # -- what is refused in use ----------------------------------------------------------------------
 
 
@@ -319,34 +278,19 @@ def test_a_picture_beyond_the_bound_is_named_and_the_next_call_works(folder: Pat
         wanted = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False).tokens
         before = vlm.stats()["engine"]["prefill_tokens"]
         for images in ([large], [small, large]):
-            pieces = vlm.stream([ks_message(images)], max_new_tokens=4)
             with pytest.raises(ImageError, match="48 patches is beyond the 40"):
-                next(pieces)
-            with pytest.raises(ImageError, match="48 patches is beyond the 40"):
-                vlm.explain([ks_message(images)])
+                vlm.ask(images, QUESTION, max_new_tokens=4)
         assert vlm.stats()["engine"]["prefill_tokens"] == before, "refused before anything is run"
         again = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False)
         assert again.tokens == wanted and again.usage.images_encoded == 0
-        vlm.clear()
-        assert vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False).tokens == wanted
-
-
-def ks_message(images: list[Any]) -> dict[str, Any]:
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
-        ({"device_map": "cuda"}, "device_map='cuda'"),
-        ({"vision": False}, "vision=False"),
-        ({"revision": "main"}, "revision='main'"),
-    ],
+    "options", [{"dtype": "bfloat16"}, {"device_map": "cuda"}, {"vision": False}, {"revision": "x"}]
 )
-def test_options_that_an_export_cannot_honour(whole: Path, options: Any, told: str) -> None:
-    with pytest.raises(UnsupportedInput, match=told):
+def test_options_that_an_export_cannot_honour(whole: Path, options: Any) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(UnsupportedInput, match=f"{name}={value!r}"):
         ks.load(whole, **options)
 
 
@@ -381,8 +325,6 @@ def test_training_and_saving_take_the_checkpoint(whole: Path, tmp_path: Path) ->
         with pytest.raises(UnsupportedInput, match=r"copy .* instead"):
             vlm.model.save_pretrained(tmp_path / "saved")
         assert not vlm.model.eval().training and not (tmp_path / "saved").exists()
-        wanted = vlm.ask(picture(1), QUESTION, max_new_tokens=4, do_sample=False).tokens
-    assert wanted == answers(whole)
 
 
 def test_a_runtime_that_is_not_installed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,24 +333,16 @@ def test_a_runtime_that_is_not_installed(whole: Path, monkeypatch: pytest.Monkey
         ks.load(whole)
 
 
-def test_other_versions_are_told_and_do_not_stop_what_works(
-    folder: Path, whole: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_versions_are_told_and_do_not_stop_what_works(folder: Path, whole: Path) -> None:
     versions = {"torch": "1.0", "transformers": "99.0", "onnxruntime": "0.1"}
     sealed(folder, lambda told: told.update(versions=versions))
-    found = other_versions(read(folder))
-    assert {name: was for name, (was, _) in found.items()} == {
-        "transformers": "99.0",
-        "onnxruntime": "0.1",
-    }
+    found = {name: was for name, (was, _) in other_versions(read(folder)).items()}
+    assert found == {"transformers": "99.0", "onnxruntime": "0.1"}
     assert not other_versions(read(whole))
     assert answers(folder) == answers(whole)
-    assert answers(folder) == answers(whole)
-    (warning,) = (r.getMessage() for r in caplog.records if "was made with" in r.getMessage())
-    assert f"{folder} was made with Transformers 99.0" in warning  # once
-
-
-# -- reading every byte, and remembering that ----------------------------------------------------
+    edited("head", unknown_operator)(folder)
+    with pytest.raises(ModelError, match=r"made with transformers 99\.0 .*, onnxruntime 0\.1"):
+        ks.load(folder)
 
 
 def test_with_a_store_the_same_files_are_read_once(
@@ -429,15 +363,3 @@ def test_with_a_store_the_same_files_are_read_once(
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(DamagedFile, match="is not the file"):
         ks.load(folder, store=store)
-
-
-@pytest.mark.parametrize("part", ["head", "decoder"])
-def test_a_graph_of_another_part_is_named_when_it_is_loaded(part: str, folder: Path) -> None:
-    """Whoever reseals a folder gets past the digests, and still no KeyError in the first call."""
-    graphs = folder / manifest.GRAPHS
-    swapped = {"head": "embedding", "decoder": "head"}[part]
-    shutil.copyfile(graphs / f"{swapped}.onnx", graphs / f"{part}.onnx")
-    resealed_files(folder)
-    sealed(folder, lambda told: told.update(appends=part == "head" and told["appends"]))
-    with pytest.raises(ModelError, match=rf"the {part}'s graph takes .* which this model lacks"):
-        ks.load(folder)

@@ -9,22 +9,20 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import exported_models
 import pytest
 import torch
-from exported_models import folder, small
+from exported_models import exported_demo, small
 from model_parts import picture
 from test_export_families import ExportedTests
 from torch import Tensor
 
 import keepsight as ks
-from keepsight import Together
 from keepsight.errors import ModelError
 from keepsight.export.graphs.check import deviation
-from keepsight.export.graphs.exporter import export
-from keepsight.export.graphs.quantise import quantise
+from keepsight.export.graphs.writing import quantise
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read
 from keepsight.runtimes.openvino import OpenVinoSession
@@ -32,35 +30,15 @@ from keepsight.runtimes.openvino import OpenVinoSession
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("needs openvino", allow_module_level=True)
 openvino = imports.openvino()
-_FOLDER = TemporaryDirectory(prefix="keepsight-openvino-")
-_DEMOS = ("demo", "demo-hybrid")
 
 
-@functools.cache
-def exported_folder(kind: str) -> Path:
-    """What `keepsight export` made of a tiny model, or of one that is shipped."""
-    target = Path(_FOLDER.name) / kind
-    export(kind if kind in _DEMOS else str(folder(kind)), target, runtime="openvino")
-    return target
-
-
-@functools.cache
-def exported(kind: str) -> Any:
-    """The exported model, ready to be wrapped as any other."""
-    with ks.load(exported_folder(kind)) as vlm:
-        return vlm.model
+exported_folder = functools.partial(exported_models.exported_folder, runtime="openvino")
+exported = functools.partial(exported_models.exported, runtime="openvino")
 
 
 def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
     parts = [{"type": "image", "image": image} for image in images]
     return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
-
-
-def wrapped(kind: str, **options: Any) -> tuple[ks.VLM, ks.VLM]:
-    """The export and its model, each with an empty memory."""
-    options = {**options}
-    processor = small(kind)[1]
-    return ks.wrap(exported(kind), processor, **options), ks.wrap(*small(kind), **options)
 
 
 # -- one graph -----------------------------------------------------------------------------------
@@ -278,45 +256,6 @@ class TestInternVL(OpenVinoTests):
     kind = "internvl"
 
 
-def test_a_conversation_about_pictures_of_many_sizes() -> None:
-    a, b, c = picture(1, 96, 96), picture(2, 160, 96), picture(3, 96, 96)
-    pair = wrapped("qwen3_vl")
-    for first in (a, c):  # swapped, of one size
-        messages = [turn("What do you see?", first)]
-        for text, images in (("Where is it?", []), ("Compare it with this.", [b])):
-            answers = [vlm.chat(messages, max_new_tokens=12, do_sample=False) for vlm in pair]
-            assert answers[0].tokens == answers[1].tokens
-            messages += [turn(str(answers[0]), role="assistant"), turn(text, *images)]
-        found = pair[0].verify(messages)
-        assert found.equal and found.cached_tokens
-
-
-def test_answers_together_are_those_alone() -> None:
-    chats = [
-        [turn("Look.", picture(1, 96, 96))],
-        [turn("Only words here.")],
-        [turn("Compare. " * 3, picture(1, 96, 96), picture(2, 160, 96))],
-    ]
-    vlm, own = wrapped("qwen3_vl")
-    alone = [own.chat(chat, max_new_tokens=12, do_sample=False).tokens for chat in chats]
-    with Together(vlm) as together:
-        with vlm.runtime.lock:  # nothing is computed until all have come
-            tickets = [together.submit(c, max_new_tokens=12, do_sample=False) for c in chats]
-        assert [ticket.result().tokens for ticket in tickets] == alone
-        assert vlm.stats()["engine"]["decode_steps"] < sum(len(one) - 1 for one in alone)
-
-
-def test_a_second_process_answers_from_the_store(tmp_path: Path) -> None:
-    messages = [turn("What do you see?", picture(9, 160, 160))]
-    with ks.load(exported_folder("qwen3_vl"), store=tmp_path) as first:
-        wanted = first.chat(messages, max_new_tokens=8, do_sample=False)
-        first.flush()
-    with ks.load(exported_folder("qwen3_vl"), store=tmp_path) as second:
-        again = second.chat(messages, max_new_tokens=8, do_sample=False)
-    assert again.tokens == wanted.tokens
-    assert again.usage.images_encoded == 0 and again.usage.cached_tokens > 0
-
-
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_weights_in_few_bits_are_near_and_as_exact_as_is_said(kind: str, tmp_path: Path) -> None:
     source, target = exported_folder("qwen3_vl"), tmp_path / kind
@@ -325,9 +264,10 @@ def test_weights_in_few_bits_are_near_and_as_exact_as_is_said(kind: str, tmp_pat
         quantise("openvino", target / "graphs" / part, kind)
         sizes = [(each / "graphs" / f"{part}.bin").stat().st_size for each in (source, target)]
         assert sizes[0] > (5 if (kind, part) == ("int4", "decoder") else 3) * sizes[1]
-    replace(read(source), quantised=kind, files=files_in(target)).save(target)
+    manifest = replace(read(source), quantised=kind, files=files_in(target))
+    manifest.save(target)
     model, processor = small("qwen3_vl")
-    off = deviation(ks.wrap(model, processor), target)
+    off = deviation(ks.wrap(model, processor), target, manifest)
     assert off["features"] < 1e-5  # the tower is as it was
     assert 1e-4 < off["logits"] < (0.1 if kind == "int8" else 0.5)
     messages = [turn("What do you see?", picture(1, 96, 96)), turn("And?", picture(2, 160, 96))]
@@ -338,10 +278,11 @@ def test_weights_in_few_bits_are_near_and_as_exact_as_is_said(kind: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", _DEMOS)
+@pytest.mark.parametrize("kind", ["demo", "demo-hybrid"])
 def test_the_demo_models_answer_as_ever(kind: str) -> None:
     images = [picture(4, 128, 96), picture(5, 96, 128), picture(6, 192, 64)]
-    with ks.load(exported_folder(kind)) as vlm, ks.load(kind, dtype="float32") as own:
+    folder = exported_demo(kind, "openvino")
+    with ks.load(folder) as vlm, ks.load(kind, dtype="float32") as own:
         messages = [turn("What do you see?", images[0])]
         for image in images[1:]:
             answers = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from family_models.newer import REFUSED
 from models import built, suite_of
+from refused_families import REFUSED
 
 import keepsight as ks
 from keepsight.errors import UnsupportedModel

@@ -3,7 +3,6 @@ in less memory, and their provenance says so."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,23 +151,6 @@ def test_nothing_is_left_behind_also_after_an_error() -> None:
         del block.forward
 
 
-def test_other_threads_run_the_module_as_it_is(most: dict[str, int]) -> None:
-    family, pixels = packed()
-    out: list[torch.Tensor] = []
-
-    def stock() -> None:
-        with torch.no_grad():
-            out.append(family.encode(pixels)[0]["features"])
-
-    with huge.by_rows(family):
-        thread = threading.Thread(target=stock)
-        thread.start()
-        thread.join()
-    assert most["Qwen3VLVisionMLP"] == 240
-    with torch.no_grad():
-        assert torch.equal(family.encode(pixels)[0]["features"], out[0])
-
-
 def test_it_is_no_part_of_what_the_model_is() -> None:
     model, processor = build("qwen3_vl")
     with ks.wrap(model, processor) as vlm:
@@ -208,14 +190,6 @@ def test_stats_and_reports_say_what_ran_by_rows() -> None:
         assert found["by_rows"] == 1 and found["encoded"] == 2
         again = vlm.ask(picture(3, *SIDES), "And now?", max_new_tokens=1)
         assert not again.report.notes and vlm.stats()["features"]["by_rows"] == 1
-
-
-def test_a_huge_picture_is_found_again(tmp_path: Any) -> None:
-    model, processor = build("qwen3_vl")
-    for encoded in (1, 0):
-        with ks.wrap(model, processor, store=tmp_path) as vlm:
-            vlm.ask(picture(3, *SIDES), "What?", max_new_tokens=1)
-            assert vlm.stats()["features"]["encoded"] == encoded
 
 
 def test_a_film_counts_by_what_goes_through_in_one_pass() -> None:

@@ -205,30 +205,6 @@ def test_transformers_processors_stay_what_they_are(folder: Path) -> None:
 
 
 @in_mlx
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
-def test_both_load_a_model_in_one_process_in_any_order(kind: str, tmp_path: Path) -> None:
-    import mlx_vlm
-
-    from keepsight.runtimes.mlx_library import as_mlx_reads_it, own_names
-
-    folder, stock = _saved(kind, tmp_path), vars(AutoProcessor)["from_pretrained"]
-    loaded = [name for name in sys.modules if name.startswith("mlx_vlm.models.")]
-    for name in loaded:  # as in a process that begins
-        if name.split(".")[2].startswith(("qwen", "gemma")):
-            del sys.modules[name]
-    try:
-        for _ in range(2):
-            with ks.load(folder, runtime="mlx") as vlm:
-                assert type(vlm.processor).__module__.startswith("transformers.")
-                assert vlm.chat(TALK[0], **GREEDY).usage.images_encoded == 1
-            with as_mlx_reads_it(folder) as readable, own_names():
-                _, processor = mlx_vlm.load(str(readable))
-            assert type(processor).__module__.startswith("mlx_vlm.")
-    finally:
-        AutoProcessor.from_pretrained = stock
-
-
-@in_mlx
 def test_what_does_not_run_in_mlx_is_refused_by_name(tmp_path: Path) -> None:
     for kind, said in (
         ("glm4v", "glm4v do not run in MLX here; those of qwen2_vl"),

@@ -32,16 +32,6 @@ def test_a_layer_is_near_the_wide_one(count: int, dtype: torch.dtype) -> None:
     assert 0 < off < 0.03
 
 
-def test_each_output_has_its_own_scale() -> None:
-    wide = torch.nn.Linear(64, 64, bias=False)
-    with torch.no_grad():
-        wide.weight[:32] *= 1000
-        wide.weight[63] = 0
-        found = NarrowLinear(wide)(torch.eye(64)).T
-    off = (found - wide.weight).abs().amax(1) / wide.weight.abs().amax(1).clamp(min=1e-9)
-    assert off.max() < 1 / 200
-
-
 @pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
 def test_it_is_exact_in_itself_and_answers_as_the_wide_model(name: str, tmp_path: Path) -> None:
     question = "Describe the picture."

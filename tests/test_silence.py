@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging as stdlib_logging
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,9 +57,3 @@ def test_exporters_say_errors_only_and_settings_are_as_before(
         raise KeyError
     assert caplog.messages == ["an error"]
     assert torch.onnx.export is before and stdlib_logging.root.manager.disable == 0
-
-
-def test_a_name_on_a_hub_shows_its_bar(tmp_path: Path) -> None:
-    wanted = logging.is_progress_bar_enabled()
-    with silence.without_short_bars("somebody/large"):
-        assert logging.is_progress_bar_enabled() is wanted

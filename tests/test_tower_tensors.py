@@ -10,10 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from model_parts import wake
 from transformers.exporters import utils as exporter
-from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as omni2
-from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni3
 
 import keepsight as ks
 from keepsight.errors import InputError, UnsupportedModel
@@ -186,39 +183,6 @@ def test_made_once_for_each_grid(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(made) > 2 * first, "the watch sees what stock computes"
 
 
-def test_what_is_kept_is_bounded() -> None:
-    own, _ = family("qwen3_vl")
-    grids = [{"image_grid_thw": torch.tensor([[1, 2 * n, 8]])} for n in range(1, 20)]
-    full = TowerTensors(own.core)
-    one = full.of(grids[9])
-    size = full.prepared.nbytes
-    assert size == sum(value.nbytes for value in one.values())
-    small = TowerTensors(own.core, budget=3 * size)
-    for sizes in grids:
-        assert set(small.of(sizes)) == TAKES["qwen3_vl"]
-        small.prepared.check()
-    assert 0 < len(small.prepared) < len(grids)
-    none = TowerTensors(own.core, budget=1)
-    assert none.of(grids[3]) and not len(none.prepared)
-
-
-def test_kept_apart_by_dtype_and_attention() -> None:
-    own, _ = family("qwen2_vl")
-    towers = TowerTensors(own.core)
-    (tower,) = towers._towers.values()
-    grid = torch.tensor([[1, 4, 4]])
-    towers.of({"image_grid_thw": grid})
-    towers.of({"image_grid_thw": grid.int()})
-    assert len(towers.prepared) == 2
-    before = tower.module.config._attn_implementation
-    try:
-        tower.module.config._attn_implementation = "flash_attention_2"
-        assert towers.of({"image_grid_thw": grid})["max_seqlen"] == 16
-    finally:
-        tower.module.config._attn_implementation = before
-    assert "max_seqlen" not in towers.of({"image_grid_thw": grid})
-
-
 class _Deaf(torch.nn.Module):
     def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
         return pixels
@@ -250,81 +214,6 @@ def test_nothing_is_given_where_nothing_is_taken() -> None:
 
 
 # -- sound ---------------------------------------------------------------------------------------
-
-
-def _thinker(upstream: Any) -> type[torch.nn.Module]:
-    """The part of an Omni model that listens, and upstream's own way into it."""
-
-    class Core(torch.nn.Module):
-        def __init__(self, tower: torch.nn.Module) -> None:
-            super().__init__()
-            self.audio_tower = tower
-
-        get_audio_features = upstream.get_audio_features
-
-    return Core
-
-
-_AUDIO = {
-    "num_mel_bins": 16,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "output_dim": 32,
-    "max_source_positions": 200,
-}
-
-
-def omni(kind: str) -> tuple[Any, Any]:
-    """Model and module of one tiny audio encoder."""
-    torch.manual_seed(0)
-    if kind == "qwen2_5_omni":
-        config2 = omni2.Qwen2_5OmniAudioEncoderConfig(**_AUDIO, n_window=16)
-        tower: Any = omni2.Qwen2_5OmniAudioEncoder(config2)
-        upstream: Any = omni2.Qwen2_5OmniThinkerModel
-    else:
-        # Upstream's lengths hold for windows of 50 alone: 100 frames become 13 tokens.
-        more = {"downsample_hidden_size": 8, "n_window": 50, "n_window_infer": 800}
-        config3 = omni3.Qwen3OmniMoeAudioEncoderConfig(**_AUDIO, **more)
-        tower = omni3.Qwen3OmniMoeAudioEncoder(config3)
-        upstream = omni3.Qwen3OmniMoeThinkerModel
-    wake(tower)
-    return _thinker(upstream)(tower.eval()), sys.modules[type(tower).__module__]
-
-
-SOUND = {"padded_feature", "chunk_lengths", "cu_seqlens", "valid_indices"}
-OMNI = {"qwen2_5_omni": SOUND | {"pool_indices"}, "qwen3_omni_moe": SOUND}
-
-
-def clip(frames: int, room: int = 0) -> dict[str, torch.Tensor]:
-    """Sound as the processor gives it, with silence behind up to `room` frames."""
-    generator = torch.Generator().manual_seed(frames)
-    length = max(frames, room)
-    mask = (torch.arange(length) < frames).int()[None]
-    sound = torch.randn(1, _AUDIO["num_mel_bins"], length, generator=generator)
-    return {"input_features": sound, "feature_attention_mask": mask}
-
-
-@pytest.mark.parametrize("kind", OMNI)
-@torch.no_grad()
-def test_sound_equals_stock_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, module = omni(kind)
-    towers = TowerTensors(core)
-    for frames, room in ((64, 0), (170, 256), (13, 64), (361, 400), (170, 0)):
-        sound = clip(frames, room)
-        given = towers.of(sound)
-        assert set(given) == OMNI[kind]
-        found, wanted = (
-            core.get_audio_features(**sound, **more, return_dict=True) for more in (given, {})
-        )
-        assert torch.equal(found.last_hidden_state, wanted.last_hidden_state)
-    assert len(towers.prepared) == 4
-    made = watch(monkeypatch, module)
-    core.get_audio_features(**clip(170), **towers.of(clip(170)))
-    assert not made
-    core.get_audio_features(**clip(171), **towers.of(clip(171)))
-    assert made and len(set(made)) == len(made)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from models import build
@@ -18,7 +17,7 @@ from packaging.requirements import Requirement
 import keepsight as ks
 from keepsight.models import upstream
 from keepsight.models.renamed import RETURNED, EncoderOutput, with_cache
-from keepsight.models.tested import OLDEST_TESTED, TESTED, is_newer_than_tested
+from keepsight.models.tested import OLDEST_TESTED, TESTED
 
 HOUSE = Path(ks.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,22 +92,6 @@ def test_no_other_file_names_a_private_thing_of_upstreams() -> None:
 
 
 # -- newer versions ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "newer"),
-    [
-        ("5.22.9", False),
-        ("5.23.0", False),
-        ("5.23.0.dev0", False),
-        ("5.23.1", True),
-        ("5.24.0.dev0", True),
-        ("6.0.0rc1", True),
-    ],
-)
-def test_what_is_newer(version: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TESTED, "transformers", "5.23.0")
-    assert is_newer_than_tested(version) is newer
 
 
 def test_the_tested_versions_are_those_of_the_tests() -> None:

@@ -215,19 +215,6 @@ def test_from_pixels(kind: str) -> None:
         assert len(graphs) == (2 if kind in WINDOWED else 1)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl"])
-def test_not_without_the_tensors_and_positions(kind: str) -> None:
-    """What makes the difference: a forward that works them out itself is no single graph."""
-    model, (case, _) = cases(kind)
-    with pytest.raises(Exception, match=_EMPTY):
-        compiled(model)[0](case.pixels(ready=False))
-    unplaced = {**case.pixels(), "mm_token_type_ids": torch.from_numpy(case.types)[None]}
-    del unplaced["position_ids"]
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="itertools.groupby"):
-        compiled(model)[0](unplaced)
-
-
 @pytest.mark.parametrize("kind", marked("qwen3_5", "ernie4_5_vl_moe"))
 def test_from_features_behind_what_a_lane_holds(kind: str) -> None:
     """As the engine prefills: a few tokens stand already, the picture's come behind them."""
@@ -245,16 +232,6 @@ def test_from_features_behind_what_a_lane_holds(kind: str) -> None:
             close(logits[0], stock(model, case)[:, start:])
             close(logits[1], logits[0])
         assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("kind", ["qwen2_vl"])
-def test_features_without_the_mark_get_a_graph_for_each_size(kind: str) -> None:
-    """The trap that the mark steps around; when this fails upstream has mended it."""
-    model, found = cases(kind)
-    forward, graphs = compiled(model)
-    for number, case in enumerate(found, 1):
-        close(forward({**case.text(), **case.outputs(mark=False)}), stock(model, case))
-        assert len(graphs) == number
 
 
 # -- decode --------------------------------------------------------------------------------------

@@ -32,12 +32,16 @@ from keepsight.media.caches import MediaCaches
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
-from keepsight.models.compiled import Compiled
-from keepsight.models.environment import about, backend_version, environment_of
+from keepsight.models.environment import (
+    about,
+    backend_version,
+    beside_the_decoder,
+    compiled,
+    environment_of,
+)
 from keepsight.models.families import Family
 from keepsight.models.identity import Identity, ProcessorCode
 from keepsight.models.quantised import (
-    named_weights,
     refuse_experts_without_kernel,
     refuse_shared_scales,
 )
@@ -113,8 +117,7 @@ class Runtime:
         )
         self._any_cut = AnyCut(model, family, self.engine.decoder, weights, settings, owned, store)
         self.finding = Finding(None)
-        self._compiled = Compiled(model, not family.packages_only)
-        self._compiled.gather()
+        self._compiled = compiled(model)
         refuse_shared_scales(model)
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._grammars: Grammars | None = None
@@ -302,9 +305,7 @@ class Runtime:
         """Look whether the model or its settings changed, and return the namespace of a tenant."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
-        with named_weights(self.model):
-            changed = self.weights.refresh(remembered)
-        if changed:
+        if self.weights.refresh(remembered):
             self._follow_change()
         if self.weights.state != self._read_at:
             self._read_again()
@@ -336,13 +337,12 @@ class Runtime:
     def announce(self) -> None:
         """Look at everything again, for a change that nothing shows."""
         self._processor_code.announce()
-        with named_weights(self.model):
-            self.weights.announce()
+        self.weights.announce()
         self._follow_change()
         self.refresh()
 
     def _follow_change(self) -> None:
-        self._compiled.gather()
+        self._compiled = compiled(self.model)
         refuse_shared_scales(self.model)
         if self.engine.look_again():
             self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
@@ -379,7 +379,7 @@ class Runtime:
     def _now(self) -> Record:
         """The environment now, in this thread."""
         now = environment_of(self.model, self.weights.dtype)
-        return {**now, "compiled": dict(self._compiled.look())}
+        return {**now, "compiled": self._compiled}
 
     def environment(self) -> Record:
         """Everything a snapshot depends on except weights and input, as plain data for a file."""
@@ -391,7 +391,7 @@ class Runtime:
         backend = str(getattr(processor, "backend", None) or "tensors")
         return dict(
             now,
-            compiled=self._compiled.beside_the_decoder(now["compiled"]),
+            compiled=beside_the_decoder(self.model, now["compiled"]),
             dtype=self.weights.vision_dtype,
             maker=str(now.get("runtime", "torch")).split()[0],
             codec="exact",

@@ -25,13 +25,12 @@ from keepsight import vlm
 from keepsight.core.settings import WRAP_DEFAULTS, check_options
 from keepsight.core.signatures import shows
 from keepsight.errors import (
-    DamagedFile,
+    FileError,
     InputError,
     MissingExtra,
     ModelError,
     UnsupportedInput,
     UnsupportedModel,
-    WrongFormatVersion,
 )
 from keepsight.export.graphs import exporter
 from keepsight.export.graphs.target import size_text
@@ -46,7 +45,6 @@ from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
 
-TORCH, OPENVINO, MLX, AUTO = "torch", "openvino", "mlx", "auto"
 Tell = Callable[[str], None]
 
 
@@ -87,30 +85,31 @@ def load(
     if is_export(path):
         _check_export(path, runtime, weights)
         return vlm.load(name, revision=revision, **how)
-    if runtime == MLX:
+    if runtime == "mlx":
         if weights is not None:
             raise UnsupportedInput(
                 f"weights={weights!r}: MLX reads weights as they are; convert the checkpoint "
                 "with `mlx_vlm.convert -q`, and load that folder"
             )
         return vlm.load(name, revision=revision, mlx=True, **how)
-    if runtime in (None, TORCH):
+    if runtime in (None, "torch"):
         return vlm.load(name, revision=revision, weights=weights, **how)
     store = options.get("store")
     store = os.fspath(os.environ.get("KEEPSIGHT_STORE", "") if store is None else store)
     check_export_place(runtime, weights, store)
     because = "it was asked for"
-    if runtime == AUTO:
+    if runtime == "auto":
         why_not = _why_not_openvino(path, weights, revision, store, how)
         if why_not and weights not in (None, *TORCH_WEIGHTS):
             raise UnsupportedInput(f"weights={weights!r} runs in an export, and {why_not}")
-        runtime, because = (TORCH, why_not) if why_not else (OPENVINO, "this model runs in it here")
+        runtime = "torch" if why_not else "openvino"
+        because = why_not or "this model runs in it here"
     tell(f"running in {runtime}: {because}")
-    if runtime == TORCH:
+    if runtime == "torch":
         found = vlm.load(name, revision=revision, weights=weights, **how)
     else:
         found = _exported(name, runtime, weights, revision, expanded(store), tell, how)
-    weights = weights or ("as loaded" if runtime == TORCH else "float32")
+    weights = weights or ("as loaded" if runtime == "torch" else "float32")
     found.chosen_runtime = {"name": runtime, "weights": weights, "because": because}
     return found
 
@@ -119,17 +118,16 @@ def _check_export(path: str, runtime: str | None, weights: str | None) -> None:
     """Refuse to run an export in another form than it was made."""
     if runtime is None and weights is None:
         return
-    manifest = read(Path(path), contents=False)
-    if runtime not in (None, AUTO, manifest.runtime):
-        raise InputError(
-            f"{path} is an export for {manifest.runtime}, and runtime={runtime!r} was asked for; "
-            "load the checkpoint that it was made of"
-        )
-    if weights not in (None, manifest.quantised):
-        raise InputError(
-            f"{path} is an export with weights in {manifest.quantised or 'float32'}, and "
-            f"weights={weights!r} was asked for; load the checkpoint that it was made of"
-        )
+    made = read(Path(path), contents=False)
+    for given, had, words in (
+        (runtime if runtime != "auto" else None, made.runtime, f"for {made.runtime}"),
+        (weights, made.quantised, f"with weights in {made.quantised or 'float32'}"),
+    ):
+        if given not in (None, had):
+            raise InputError(
+                f"{path} is an export {words}, and {given!r} was asked for; load the checkpoint "
+                "that it was made of"
+            )
 
 
 def _why_not_openvino(
@@ -142,7 +140,7 @@ def _why_not_openvino(
         return "exported models run on the CPU"
     try:
         refuse_options(how["dtype"], how["device_map"], how["vision"])
-        exporter.check(path, OPENVINO, weights, revision)
+        exporter.check(path, "openvino", weights, revision)
     except (MissingExtra, UnsupportedInput, UnsupportedModel) as error:
         return str(error)
     return ""
@@ -179,7 +177,7 @@ def _exported(
         if is_export(folder):
             try:
                 return vlm.load(folder, **how)
-            except (DamagedFile, WrongFormatVersion) as error:
+            except FileError as error:
                 tell(f"making the export again: {error}")
                 shutil.rmtree(folder)
         exporter.check(path, runtime, weights, revision)
@@ -199,8 +197,7 @@ def make_apart(
     options = {"model": name, "to": to, "format": runtime, "quant": weights, "revision": revision}
     words = [f"--{option}={value}" for option, value in options.items() if value is not None]
     command = [sys.executable, "-m", "keepsight", "export", *words, "--json"]
-    pipe = subprocess.PIPE
-    line = ""
+    pipe, line = subprocess.PIPE, ""
     with subprocess.Popen(command, stderr=pipe, stdout=subprocess.DEVNULL, text=True) as process:
         try:
             for line in process.stderr or ():

@@ -1,8 +1,7 @@
 """Watches the vision and audio towers of one live model: counts their runs, or forbids them.
 
-A forward pre-hook on each outermost part of a tower sees every run, in every thread. The
-fingerprint knows the hook by its name and ignores it. The hook is removed when the last watcher has
-ended.
+A forward pre-hook on each outermost part of a tower sees every run, in every thread. The identity
+ignores it by its name. It is removed when the last watcher has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,31 +41,20 @@ class TowerHook:
 def watched(family: Family, on_run: OnRun) -> Iterator[dict[str, torch.nn.Module]]:
     """Call `on_run` before each run of a part of the towers; yields the parts by path."""
     parts = tower_parts(family)
-    with ExitStack() as undo:
-        for path, part in parts.items():
-            hook = _hooked(path, part, on_run)
-            undo.callback(_unhooked, hook, part, on_run)
+    # Torch's own dicts of hooks, whose other keys are numbers.
+    homes: list[tuple[str, Any]] = [(path, part._forward_pre_hooks) for path, part in parts.items()]
+    with _lock:
+        hooks = [home.setdefault(OUR_HOOK, TowerHook(path)) for path, home in homes]
+        for hook in hooks:
+            hook.watchers.append(on_run)
+    try:
         yield parts
-
-
-def _hooked(path: str, part: torch.nn.Module, on_run: OnRun) -> TowerHook:
-    with _lock:
-        hook = _hooks_of(part).setdefault(OUR_HOOK, TowerHook(path))
-        hook.watchers.append(on_run)
-        return hook
-
-
-def _unhooked(hook: TowerHook, part: torch.nn.Module, on_run: OnRun) -> None:
-    with _lock:
-        hook.watchers.remove(on_run)
-        if not hook.watchers and _hooks_of(part).get(OUR_HOOK) is hook:
-            del _hooks_of(part)[OUR_HOOK]
-
-
-def _hooks_of(part: torch.nn.Module) -> dict[str, TowerHook]:
-    """Torch's own dict of hooks; its other keys are numbers."""
-    hooks: dict[str, TowerHook] = vars(part)["_forward_pre_hooks"]
-    return hooks
+    finally:
+        with _lock:
+            for hook, (_, home) in zip(hooks, homes, strict=True):
+                hook.watchers.remove(on_run)
+                if not hook.watchers and home.get(OUR_HOOK) is hook:
+                    del home[OUR_HOOK]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from keepsight.kinds import Record
-from keepsight.models.switches import switches
+from keepsight.models.switches import called, switches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,6 +57,37 @@ def environment_of(model: PreTrainedModel, dtype: str) -> Record:
         "switches": switches(device.type, sorted(chosen)),
         "autocast": _autocast(device.type),
         **getattr(getattr(model, "exported", None), "environment", {}),
+    }
+
+
+def compiled(model: PreTrainedModel) -> dict[str, str]:
+    """What `torch.compile` made of modules, by path.
+
+    Compiled code depends on options and on the shapes seen before, so no name for it is valid in
+    another process, and compiling again gives another name.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        in_place = vars(module).get("_compiled_call_impl")
+        if in_place is not None or hasattr(module, "dynamo_ctx"):
+            found[path] = called(module if in_place is None else in_place)
+    return found
+
+
+def beside_the_decoder(model: PreTrainedModel, found: dict[str, str]) -> dict[str, str]:
+    """Compiled modules that are neither in the decoder nor around it: features come from a method,
+    which bypasses what is compiled around a tower."""
+    if not found:
+        return found
+    decoder = model.get_decoder()
+    own = next((path for path, module in model.named_modules() if module is decoder), "")
+    if not own:  # a tower alone
+        return found
+    inside = f"{own}."
+    return {
+        path: made
+        for path, made in found.items()
+        if path and not f"{path}.".startswith(inside) and not inside.startswith(f"{path}.")
     }
 
 

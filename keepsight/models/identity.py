@@ -20,15 +20,15 @@ import functools
 import inspect
 import logging
 import operator
-import re
 import sys
 import sysconfig
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from keepsight.errors import KeepsightError, ModelError, UnreadableWeights
-from keepsight.kinds import Processor, Record
+from keepsight.kinds import Processor
 from keepsight.models import nameless, upstream
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import AbsentTower, absent_parts
@@ -46,9 +46,10 @@ from keepsight.models.silence import without_notes
 from keepsight.system import digests
 
 Plain = str | tuple["Plain", ...]
-Row = tuple[str, Plain]  # the path of a module, and how it differs
+Row = tuple[str, Plain]  # the path of a module, and something about it
 Owner = str | None  # the path of a module whose tensors are hashed again, or none
 Named = list[tuple[str, torch.Tensor]]
+Changed = tuple[set[Owner], bool]  # owners of changes, and whether tensors are among them
 
 OUR_HOOK = "keepsight.blindfold"  # our forward pre-hook that only watches
 # Parts of a configuration that name its origin and change no result.
@@ -56,32 +57,26 @@ _ORIGIN = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"}
     | {"_post_init_done", "dtype", "torch_dtype"}
 )
-_BASE = frozenset(vars(torch.nn.Module()))  # attributes of every module, compared one by one
-# Notes on modules that change no forward pass: of Transformers and PEFT,
+# Attributes of modules that change no forward pass: positions are passed explicitly, settings of
+# sampling are read on every call; the rest are notes of Transformers and PEFT on how a model was
+# loaded, placed and saved, and what `generate` leaves for its own next call.
 _NOTES = frozenset({
-    "_hf_peft_config_loaded", "_is_hf_initialized", "_output_capturing_hooks_installed",
-    "_use_kernels", "_weight_conversions", "hf_device_map", "hf_quantizer", "is_loaded_in_4bit",
-    "is_loaded_in_8bit", "is_quantized", "model_tags", "name_or_path", "peft_config",
-    "quantization_method", "warnings_issued",
-    "generation_config",  # read on every call by the sampling code
-    "rope_deltas",  # left by the last caller; positions are passed explicitly
-    "generate",  # the caller of a live model
-    # how a checkpoint is loaded, saved and spread over devices,
-    "_ep_plan", "_fsdp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "rope_deltas", "generation_config", "generate", "_hf_peft_config_loaded", "_is_hf_initialized",
+    "_output_capturing_hooks_installed", "_use_kernels", "_weight_conversions", "hf_device_map",
+    "hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "model_tags",
+    "name_or_path", "peft_config", "quantization_method", "warnings_issued", "_ep_plan",
+    "_fsdp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
     "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan", "_skip_keys_device_placement",
-    "_tp_plan", "all_tied_weights_keys",
-    # and what `generate` leaves for its own next call.
-    "_cached_continuous_batching_manager", "_compiled_call", "_last_compile_config",
-    "_previous_max_cache_length", "_cached_decode_position_ids", "_prefill_len",
+    "_tp_plan", "all_tied_weights_keys", "_cached_continuous_batching_manager", "_compiled_call",
+    "_last_compile_config", "_previous_max_cache_length", "_cached_decode_position_ids",
+    "_prefill_len",
 })  # fmt: skip
-_ELSEWHERE = frozenset({"_compiled_call_impl"})  # seen by `compiled.py`
+# Attributes of every module, which are compared one by one; the last is seen by `environment.py`.
+_OF_EACH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 _PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # set by accelerate on a module
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _RANDOM = ("drop", "jitter", "noise")  # parts of names of settings that act in training only
-_HOOKS = {
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-}
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), type(...))
 _BY_TEXT = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, np.dtype, np.generic)
@@ -91,15 +86,63 @@ _WITHOUT_VALUE = (  # where a model lies is part of the environment
 )  # fmt: skip
 _ITEMS = (list, set, deque)
 _FUNCTIONS = (FunctionType, MethodType, functools.partial, type(None))
-_OF_C = (BuiltinFunctionType, type(str.join), type(object.__init__), type(vars(dict)["fromkeys"]))
 # Perhaps installed to be edited; the versions of the first three are part of the environment.
 _LIBRARIES = ("torch", "transformers", "keepsight", "peft", "accelerate", "torchao", "optimum")
-_MISSING = object()
 _SAMPLES = 8  # values of each tensor on the CPU that are compared
-_DESCRIBED = operator.attrgetter("_version", "shape", "dtype")
 
 
 # -- whether anything changed ----------------------------------------------------------------------
+
+
+@dataclass
+class _Held:
+    """A dict, a list, or an object by its class and attributes, and what it had."""
+
+    thing: Any
+    owner: Owner
+    ignored: frozenset[str]
+    kind: type
+    then: dict[Any, object]
+
+
+class _Tensor(NamedTuple):
+    tensor: torch.Tensor
+    owner: Owner
+    place: tuple[object, ...]
+    sample: np.ndarray[Any, Any]  # a live view of a few values
+    values: bytes
+
+    def is_same(self) -> bool:
+        """Whether it lies where it lay, with these values; a view is only read in its place."""
+        return self.place == _place(self.tensor) and self.values == self.sample.tobytes()
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where the values of a tensor lie, how they are read, and how often they were written."""
+    described = (tensor.shape, tensor.dtype)
+    try:
+        return tensor.data_ptr(), tensor._version, tensor.stride(), *described
+    except (RuntimeError, NotImplementedError):
+        version = None if tensor.is_inference() else tensor._version
+    try:
+        return tensor.data_ptr(), version, *described
+    except (RuntimeError, NotImplementedError):
+        return version, *described  # it wraps others, which are held themselves
+
+
+def _sample(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    simple = type(tensor) in _USUAL and tensor.layout is torch.strided and not tensor.is_quantized
+    if not simple or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return np.empty(0, np.uint8)
+    values: np.ndarray[Any, Any] = tensor.detach().reshape(-1, 1).view(torch.uint8).numpy()
+    return values[:: max(1, len(values) // _SAMPLES)]
+
+
+def _items(thing: Any) -> dict[Any, object]:
+    """What a thing has, by name; a list by position."""
+    if isinstance(thing, dict):
+        return dict(dict.items(thing))  # a subclass may make values when asked for them
+    return dict(enumerate(thing) if isinstance(thing, _ITEMS) else vars(thing))
 
 
 def _same(one: object, other: object) -> bool:
@@ -108,49 +151,18 @@ def _same(one: object, other: object) -> bool:
     return one is other or (kind is type(other) and kind in _VALUES and repr(one) == repr(other))
 
 
-class _Held:
-    """A dict, a list, or an object by its class and attributes, with a copy of what it has."""
-
-    def __init__(self, thing: Any, owner: Owner, ignored: frozenset[str]) -> None:
-        self.thing, self.owner, self.ignored = thing, owner, ignored
-        self.kind, self.then = type(thing), self.now()
-
-    def now(self) -> dict[Any, object]:
-        """Its items by name; those of a list by position."""
-        if isinstance(self.thing, dict):
-            return dict(dict.items(self.thing))  # a subclass may make values when asked for them
-        return dict(enumerate(self.thing) if isinstance(self.thing, _ITEMS) else vars(self.thing))
-
-    def changed(self) -> set[Owner]:
-        """The owner of a change; none of the weights if only functions or modes changed."""
-        if type(self.thing) is not self.kind:
-            return {self.owner}
-        then, now = (
-            {name: value for name, value in items.items() if name not in self.ignored}
-            for items in (self.then, self.now())
-        )
-        names = {**then, **now}
-        other = [n for n in names if not _same(then.get(n, _MISSING), now.get(n, _MISSING))]
-        if not other and list(then) == list(now):
-            return set()
-        values = [home.get(name) for name in other if name != "training" for home in (then, now)]
-        quiet = other and all(isinstance(value, _FUNCTIONS) for value in values)
-        return {None if quiet else self.owner}
-
-
 class Watch:
     """Everything that was read of a model, as it was then, and whether it is so still."""
 
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
         self._methods: list[tuple[type, str, object]] = []
-        self._tensors: dict[int, tuple[torch.Tensor, tuple[object, ...], Owner]] = {}
-        self.kept: list[object] = []  # so that nothing else takes its address
+        self.tensors: dict[int, _Tensor] = {}
 
     def hold(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
         """Hold a dict or a list by its items, another object by its class and attributes."""
         if id(thing) not in self._held:
-            self._held[id(thing)] = _Held(thing, owner, ignored)
+            self._held[id(thing)] = _Held(thing, owner, ignored, type(thing), _items(thing))
 
     def method(self, kind: type, name: str) -> None:
         """Hold what a class defines under a name."""
@@ -158,117 +170,80 @@ class Watch:
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Hold a tensor by its place, its version and a few of its values."""
-        if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = tensor, _stamp(tensor), owner
+        if id(tensor) not in self.tensors:
+            sample = _sample(tensor)
+            held = _Tensor(tensor, owner, _place(tensor), sample, sample.tobytes())
+            self.tensors[id(tensor)] = held
 
     def seal(self) -> None:
         """Arrange what is held, to compare thousands of things in few calls."""
-        held = [one.thing for one in self._held.values()]
-        self._dicts = [thing for thing in held if isinstance(thing, dict)]
-        self._lists = [thing for thing in held if isinstance(thing, _ITEMS)]
-        self._objects = [thing for thing in held if not isinstance(thing, (dict, *_ITEMS))]
+        things = [held.thing for held in self._held.values()]
+        self._lists = [thing for thing in things if isinstance(thing, _ITEMS)]
+        self._dicts = [thing for thing in things if isinstance(thing, dict)]
+        self._objects = [thing for thing in things if not isinstance(thing, (dict, *_ITEMS))]
         self._flat = self._flattened()
-        tensors = [*self._tensors.values()]
-        self._odd = [one for one in tensors if _is_odd(one[0])]
-        self._plain = [tensor for tensor, *_ in tensors if not _is_odd(tensor)]
-        self._samples = [_sample(tensor) for tensor in self._plain]
-        self._places_then, self._values_then = self._places(), self._values()
 
-    def moved(self) -> tuple[set[Owner], bool]:
+    def _flattened(self) -> tuple[list[object], list[object]]:
+        """What is compared by value of all that is held (sizes, names), and what by identity."""
+        homes: list[Any] = [*map(vars, self._objects), *self._dicts]
+        values = chain.from_iterable([*map(dict.values, homes), *self._lists])
+        sizes = map(len, [*homes, *self._lists])
+        return [*sizes, *chain(*homes)], [*map(type, self._objects), *values]
+
+    def moved(self) -> Changed:
         """The owners of what changed since it was held, and whether that is a tensor."""
         found = set[Owner]()
         if any(vars(kind).get(name) is not method for kind, name, method in self._methods):
             found.add(None)
         if self._any_item_changed():
-            changed = [one.changed() for one in self._held.values()]
-            found = found.union(*changed)
-            if not any(changed):  # values that are equal, or ignored
-                for one in self._held.values():
-                    one.then = one.now()
+            changed = set().union(*map(self._changed, self._held.values()))
+            if not changed:  # values that are equal, or ignored
+                for held in self._held.values():
+                    held.then = _items(held.thing)
                 self._flat = self._flattened()
-        # The views lie in the old places: read them only if all tensors are there still.
-        same = self._places() == self._places_then and self._values() == self._values_then
-        asked = self._odd if same else self._tensors.values()
-        tensors = {owner for tensor, then, owner in asked if _stamp(tensor) != then}
+            found |= changed
+        tensors = {held.owner for held in self.tensors.values() if not held.is_same()}
         return found | tensors, bool(tensors)
 
     def _any_item_changed(self) -> bool:
         try:
-            sizes, names, things = self._flattened()
+            named, things = self._flattened()
         except RuntimeError:  # another thread changes one of them
             return True
         then = self._flat
-        same = sizes == then[0] and names == then[1]
-        return not (same and all(map(operator.is_, things, then[2])))
+        return named != then[0] or not all(map(operator.is_, things, then[1]))
 
-    def _flattened(self) -> tuple[list[int], list[object], list[object]]:
-        """The sizes, the names and the values of everything that is held."""
-        homes: list[Any] = [*map(vars, self._objects), *self._dicts]
-        values = chain.from_iterable([*map(dict.values, homes), *self._lists])
-        sizes = list(map(len, [*homes, *self._lists]))
-        return sizes, [*chain(*homes)], [*map(type, self._objects), *values]
-
-    def _places(self) -> list[tuple[object, ...]]:
-        kind, tensors = torch.Tensor, self._plain
-        addresses, strides = map(kind.data_ptr, tensors), map(kind.stride, tensors)
-        return list(zip(addresses, strides, map(_DESCRIBED, tensors), strict=True))
-
-    def _values(self) -> bytes:
-        return b"".join(map(np.ndarray.tobytes, self._samples))
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lacks a version or a place of its own."""
-    return type(tensor) not in _USUAL or tensor.is_inference() or tensor.layout != torch.strided
-
-
-def _sample(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A live view of a few values of a tensor on the CPU."""
-    simple = type(tensor) in _USUAL and tensor.layout == torch.strided and not tensor.is_quantized
-    if not simple or tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return np.empty(0, np.uint8)
-    values: np.ndarray[Any, Any] = tensor.detach().reshape(-1, 1).view(torch.uint8).numpy()
-    return values[:: max(1, len(values) // _SAMPLES)]
-
-
-def _stamp(tensor: torch.Tensor) -> tuple[object, ...]:
-    try:
-        address = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        address = 0  # a wrapper around others, which are held themselves
-    strides = tensor.stride() if tensor.layout == torch.strided else None
-    version = None if tensor.is_inference() else tensor._version
-    return address, strides, version, tensor.shape, tensor.dtype, _sample(tensor).tobytes()
-
-
-class _Digests:
-    """The digests of tensors, each valid until its tensor changes."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, tuple[object, ...], str]] = {}
-        self._used: set[int] = set()
-
-    def of(self, tensor: torch.Tensor) -> str:
-        """The digest of a tensor's values."""
-        self._used.add(id(tensor))
-        stamp, known = _stamp(tensor), self._known.get(id(tensor))
-        if known is None or known[1] != stamp:
-            known = self._known[id(tensor)] = (tensor, stamp, digest_of(tensor))
-        return known[2]
-
-    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have these tensors read again."""
-        for tensor in tensors:
-            self._known.pop(id(tensor), None)
-
-    def drop_unused(self) -> None:
-        """Let go of tensors that no model has any more."""
-        self._known = {key: self._known[key] for key in self._used & self._known.keys()}
-        self._used = set()
+    def _changed(self, held: _Held) -> set[Owner]:
+        """The owner of a change; none of the weights if only functions or the mode changed."""
+        if type(held.thing) is not held.kind:
+            return {held.owner}
+        then, now = (
+            {name: value for name, value in items.items() if name not in held.ignored}
+            for items in (held.then, _items(held.thing))
+        )
+        nothing = object()
+        names = {**then, **now}
+        other = [n for n in names if not _same(then.get(n, nothing), now.get(n, nothing))]
+        if not other and list(then) == list(now):
+            return set()
+        values = [home.get(name) for name in other if name != "training" for home in (then, now)]
+        quiet = other and all(isinstance(value, _FUNCTIONS) for value in values)
+        return {None if quiet else held.owner}
 
 
 def digest_of(tensor: torch.Tensor) -> str:
     """The digest of a weight's values, in any of the forms that weights have."""
+    try:
+        return _digest_of(tensor)
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+        raise UnreadableWeights(
+            f"a weight of kind {type(tensor).__name__} cannot be read, so it cannot be "
+            f"fingerprinted ({error}); load the model in another precision, or quantise it with "
+            "another library"
+        ) from error
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         values = (tensor.int_repr(), str(tensor.dtype), str(tensor.qscheme()))
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -277,15 +252,9 @@ def digest_of(tensor: torch.Tensor) -> str:
         return digests.digest("quantised", *values, *scales, tensor.q_per_channel_axis())
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        inner = [part for name in names for part in (name, digest_of(getattr(tensor, name)))]
+        inner = [part for name in names for part in (name, _digest_of(getattr(tensor, name)))]
         return digests.digest("weight of parts", str(context), list(tensor.shape), *inner)
-    try:
-        return digests.weight_digest(tensor)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise UnreadableWeights(
-            f"a weight of kind {type(tensor).__name__} cannot be read, so it cannot be "
-            f"fingerprinted ({error}); load the model in another precision"
-        ) from error
+    return digests.weight_digest(tensor)
 
 
 # -- describing values -----------------------------------------------------------------------------
@@ -297,14 +266,13 @@ class Describer:
     def __init__(
         self, watch: Watch, places: Mapping[int, str], digest: Callable[[torch.Tensor], str]
     ) -> None:
-        self._watch, self._places, self._digest = watch, places, digest
+        self.watch, self._places, self._digest = watch, places, digest
         self._known: dict[int, tuple[object, Plain]] = {}
 
     def value(self, value: object, owner: Owner) -> Plain:
         """The description of a value."""
-        kind = type(value)
-        if kind in _VALUES:
-            return (kind.__name__, repr(value))
+        if type(value) in _VALUES:
+            return (type(value).__name__, repr(value))
         if id(value) not in self._known:
             self._known[id(value)] = (value, ("again",))  # it contains itself
             try:
@@ -320,12 +288,11 @@ class Describer:
         """A description that no other process has."""
         if isinstance(thing, MethodType):  # made anew each time that it is asked for
             return ("method", self.private(thing.__self__), self.private(thing.__func__))
-        self._watch.kept.append(thing)
         return ("private", nameless.PROCESS, nameless.number_of(thing))
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> Plain:
         """A tensor, described by its values."""
-        self._watch.tensor(tensor, owner)
+        self.watch.tensor(tensor, owner)
         return ("tensor", str(tensor.dtype), self._digest(tensor))
 
     def _describe(self, value: Any, owner: Owner) -> Plain:
@@ -336,18 +303,15 @@ class Describer:
             return ("part", self._places[id(value)])
         if isinstance(value, type):
             return self.kind(value)
-        if isinstance(value, (*_BY_TEXT, re.Pattern)):
+        if isinstance(value, _BY_TEXT):
             return (*place_of(kind), str(value))
         if isinstance(value, _WITHOUT_VALUE):
             return place_of(kind)
-        if isinstance(value, ModuleType):
-            return ("module", value.__name__)
+        if isinstance(value, (dict, *_ITEMS)):
+            self.watch.hold(value, owner)
         if isinstance(value, dict):
-            self._watch.hold(value, owner)
-            return (*place_of(kind), *self._items(dict.items(value), owner))
+            return (*place_of(kind), *self._pairs(dict.items(value), owner))
         if isinstance(value, (*_ITEMS, tuple, frozenset)):
-            if isinstance(value, _ITEMS):
-                self._watch.hold(value, owner)
             parts = [self.value(part, owner) for part in value]
             unordered = isinstance(value, set | frozenset)
             return (*place_of(kind), *(sorted(parts, key=repr) if unordered else parts))
@@ -358,62 +322,53 @@ class Describer:
         if not hasattr(value, "__dict__") or isinstance(value, torch.ScriptObject):
             return self.private(value)
         ignored = _ORIGIN if isinstance(value, PreTrainedConfig) else frozenset()
-        self._watch.hold(value, owner, ignored)
+        self.watch.hold(value, owner, ignored)
         own = [pair for pair in vars(value).items() if pair[0] not in ignored]
-        return (*self.kind(kind), *self._items(own, owner), ())
+        return (*self.kind(kind), *self._pairs(own, owner), ())
 
-    def _items(self, pairs: Iterable[tuple[Any, object]], owner: Owner) -> list[Plain]:
+    def _pairs(self, pairs: Iterable[tuple[Any, object]], owner: Owner) -> list[Plain]:
         found = [(self.value(name, owner), self.value(part, owner)) for name, part in pairs]
         return sorted(found, key=repr)
 
     def _callable(self, value: Any, owner: Owner) -> Plain:
-        """A library's function by its place; anything else belongs to this process."""
+        """A library's function by its place; any other belongs to this process."""
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
             return ("partial", *(self.value(part, owner) for part in parts))
         if isinstance(value, MethodType) and id(value.__self__) in self._places:
-            own = self.value(value.__func__, owner)
-            return ("method", self._places[id(value.__self__)], own)
+            return ("method", self._places[id(value.__self__)], self.value(value.__func__, owner))
         if isinstance(value, FunctionType) and is_library(place_of(value)[0]):
             inside = [self.value(cell.cell_contents, owner) for cell in value.__closure__ or ()]
             given = self.value(value.__defaults__, owner) if inside else ()
             return ("function", *place_of(value), *inside, given)
-        whose = getattr(value, "__self__", None)
-        if isinstance(value, _OF_C) and (whose is None or isinstance(whose, ModuleType)):
-            return ("builtin", *place_of(value))
         return self.private(value)
 
     def kind(self, kind: type) -> Plain:
         """A class: a library's by its place, a user's by that and by the text of its file."""
         if is_library(kind.__module__):
             return place_of(kind)
-        found: Any = sys.modules.get(kind.__module__)
-        file = getattr(found, "__file__", None)
-        for name in kind.__qualname__.split("."):
-            found = getattr(found, name, None)
-        if found is not kind or file is None:
-            return self.private(kind)
-        bases = (base for base in kind.__bases__ if not is_library(base.__module__))
-        return ("class", *place_of(kind), _file_digest(file), *map(self.kind, bases))
+        home = sys.modules.get(kind.__module__)
+        try:
+            if operator.attrgetter(kind.__qualname__)(home) is kind:
+                bases = [base for base in kind.__bases__ if not is_library(base.__module__)]
+                text = _file_digest(str(getattr(home, "__file__", None)))
+                return ("class", *place_of(kind), text, *map(self.kind, bases))
+        except (AttributeError, OSError):
+            pass
+        return self.private(kind)
 
-    def replaced(self, kind: type, *names: str) -> list[Plain]:
+    def replaced(self, kind: type, *names: str) -> Iterator[Plain]:
         """Which of these methods somebody put into a class or one of its bases."""
-        rows: list[Plain] = []
         for base in kind.__mro__:
             for name in names:
                 value = vars(base).get(name)
                 if base in (torch.nn.Module, object) or not callable(value):
                     continue
-                self._watch.method(base, name)
-                if not _is_own(base, name, value):
-                    rows.append(("replaced", *place_of(base), name, self.value(value, None)))
-        return rows
-
-
-def _is_own(kind: type, name: str, value: Callable[..., object]) -> bool:
-    """Whether a method was written in its class, perhaps under a library's decorator."""
-    inner = inspect.unwrap(value) if is_library(place_of(value)[0]) else value
-    return place_of(inner)[:2] == (kind.__module__, f"{kind.__qualname__}.{name}")
+                self.watch.method(base, name)
+                # Libraries decorate their own methods.
+                inner = inspect.unwrap(value) if is_library(place_of(value)[0]) else value
+                if place_of(inner)[:2] != (base.__module__, f"{base.__qualname__}.{name}"):
+                    yield ("replaced", *place_of(base), name, self.value(value, None))
 
 
 @functools.cache
@@ -450,19 +405,50 @@ def _file_digest(path: str) -> str:
 # -- how a live model differs from the one that Transformers makes ---------------------------------
 
 
-class _Stock(NamedTuple):
-    """A module as Transformers builds it: its class, its settings and its derived buffers."""
+def _rows(model: Any, describer: Describer) -> Iterator[Row]:
+    """Everything about the modules that a forward pass reads, and that is held; no tensors."""
+    watch = describer.watch
+    methods: dict[type, list[Plain]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own, kind = vars(module), getattr(module, "stands_for", type(module))
+        watch.hold(module, path, _NOTES)
+        for name in ("_parameters", "_buffers", "_modules"):
+            watch.hold(own[name], path)
+        if kind not in methods:
+            methods[kind] = list(describer.replaced(kind, "forward"))
+        yield from ((path, row) for row in methods[kind])
+        yield path, ("kind", describer.kind(kind))
+        yield path, ("children", *module._modules)
+        left_out = _OF_EACH | _NOTES | (_PLACED if _is_only_placed(module) else frozenset())
+        for name, value in own.items():
+            if name not in left_out and not _is_ours(value):
+                yield path, ("setting", name, describer.value(value, path))
+        if module.training and not type(module).__module__.startswith("torch.nn."):
+            yield path, ("training", "True")
+        for name in _HOOKS:
+            yield from _hooks(own[name], path, name, describer)
+    for name in _HOOKS:
+        on_all: Any = vars(torch_module)[f"_global{name}"]
+        yield from _hooks(on_all, "*", f"of all modules {name}", describer)
 
-    kind: type | None = None
-    settings: Mapping[str, Plain] = {}
-    derived: Mapping[str, torch.Tensor] = {}
+
+def _hooks(home: Mapping[Any, object], path: str, name: str, describer: Describer) -> Iterator[Row]:
+    """A row for each hook that is neither ours nor one by which libraries only record."""
+    describer.watch.hold(home, None, frozenset({OUR_HOOK}))
+    for key, hook in home.items():
+        function = hook.__func__ if isinstance(hook, MethodType) else hook
+        module, last, *_ = place_of(function)
+        known = (module, last.rpartition(".")[2]) in upstream.SILENT_HOOKS
+        if key != OUR_HOOK and not (known and isinstance(function, FunctionType)):
+            yield path, ("hook", name, describer.private(hook))
 
 
-_stock: dict[tuple[type, str], dict[str, _Stock]] = {}
+_Stock = tuple[frozenset[Row], dict[str, torch.Tensor]]  # rows, and derived buffers by name
+_stock: dict[tuple[type, str], _Stock] = {}
 
 
-def _stock_of(model: PreTrainedModel, config: Plain) -> dict[str, _Stock]:
-    """Every module that Transformers makes of a configuration, by path. Empty if it makes none."""
+def _stock_of(model: PreTrainedModel, config: Plain) -> _Stock:
+    """What Transformers makes of a configuration. Nothing if it makes no such model."""
     key = (type(model), repr(config))
     if key not in _stock:
         if len(_stock) > 3:
@@ -471,143 +457,86 @@ def _stock_of(model: PreTrainedModel, config: Plain) -> dict[str, _Stock]:
     return _stock[key]
 
 
-def _build(model: PreTrainedModel) -> dict[str, _Stock]:
+def _build(model: PreTrainedModel) -> _Stock:
     try:
         with torch.random.fork_rng(devices=[]), without_notes():
             with torch.device("meta"):
-                twin: Any = type(model)(copy.deepcopy(model.config))
-            derived = dict(_derived(twin))
+                twin: Any = type(model)(copy.deepcopy(model.config)).eval()
+            derived = _derived(twin)
     except Exception as error:  # a model's code may raise anything: then everything is described
         logging.getLogger(__name__).info("no model to compare with: %s", error)
-        return {}
+        return frozenset(), {}
     places = {id(part): path for path, part in twin.named_modules()}
     describer = Describer(Watch(), places, lambda t: f"unread {tuple(t.shape)}")
-    return {
-        path: _Stock(type(part), _settings_of(part, describer, path), derived.get(path, {}))
-        for path, part in twin.named_modules(remove_duplicate=False)
-    }
+    rows = _rows(twin, describer)  # a replaced method or a hook is nothing that Transformers makes
+    return frozenset(row for row in rows if row[1][0] not in ("replaced", "hook")), derived
 
 
-def _derived(twin: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def _derived(twin: Any) -> dict[str, torch.Tensor]:
     """The values of buffers missing in checkpoints, filled by Transformers' own code."""
     homes = {path: part for path, part in twin.named_modules() if isinstance(part, PreTrainedModel)}
     for path, part in twin.named_modules():
         names = [n for n in part._non_persistent_buffers_set if part._buffers.get(n) is not None]
-        if not names:
-            continue
         for name in names:
             part._buffers[name] = torch.zeros_like(part._buffers[name], device="cpu")
-        homes[max((home for home in homes if _below(path, [home])), key=len)]._init_weights(part)
-        yield path, {name: part._buffers[name] for name in names}
+        if names:
+            homes[max((home for home in homes if _below(path, [home])), key=len)]._init_weights(
+                part
+            )
+    return {name: buffer for name, buffer in _buffers(twin) if buffer is not None}
 
 
-def _settings_of(module: torch.nn.Module, describer: Describer, path: str) -> dict[str, Plain]:
-    """The settings of a module, by name."""
-    ignored = _BASE | _NOTES | _ELSEWHERE | (_PLACED if _is_only_placed(module) else set())
-    found = {
-        name: describer.value(value, path)
-        for name, value in vars(module).items()
-        if name not in ignored and not _is_ours(value)
-    }
-    return {**found, "children": ("children", *module._modules)}
-
-
-class _Differences:
-    """The rows of one model. Everything that is read of its modules is held."""
-
-    def __init__(
-        self, model: PreTrainedModel, stock: dict[str, _Stock], describer: Describer, watch: Watch
-    ) -> None:
-        self._describer, self._exported = describer, hasattr(model, "exported")
-        self.derived: list[Row] = []  # buffers whose dtype is not Transformers'
-        self.rows: list[Row] = []
-        methods: dict[type, list[Plain]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            own, kind = vars(module), getattr(module, "stands_for", type(module))
-            watch.hold(module, path, _NOTES)
-            for name in ("_parameters", "_buffers", "_modules"):
-                watch.hold(own[name], path)
-            for name in _HOOKS:
-                watch.hold(own[name], None, frozenset({OUR_HOOK}))
-            if kind not in methods:
-                methods[kind] = describer.replaced(kind, "forward")
-            self.rows += [(path, row) for row in methods[kind]]
-            if not isinstance(module, AbsentTower):
-                found = self._of(module, path, stock.get(path, _Stock()))
-                self.rows += [(path, row) for row in found]
-        home = vars(torch_module)
-        for name, flags in _HOOKS.items():
-            watch.hold(home[f"_global{name}"], None)
-            on_all = {n: home.get(f"_global{n}", {}) for n in (name, *flags)}
-            self.rows += [("*", ("of all modules", *row)) for row in self._hooks(on_all, name)]
-
-    def _of(self, module: torch.nn.Module, path: str, stock: _Stock) -> Iterator[Plain]:
-        if stock.kind is not type(module):
-            yield ("kind", self._describer.kind(type(module)))
-        mine = _settings_of(module, self._describer, path)
-        for name in sorted({**mine, **stock.settings}):
-            if mine.get(name) != stock.settings.get(name):
-                yield ("setting", name, mine.get(name, "absent"))
-        if module.training:
-            if _is_random(module):
-                raise ModelError(
-                    f"{path} ({type(module).__name__}) is in training mode, though the model is "
-                    "not, so its results vary; call model.eval()"
-                )
-            if not type(module).__module__.startswith("torch.nn."):  # whose other layers ignore it
-                yield ("training", "True")
-        for home in _HOOKS:
-            yield from self._hooks(vars(module), home)
-        if not self._exported:  # exported graphs already contain the buffer
-            yield from self._buffers(module, path, stock.derived)
-
-    def _hooks(self, homes: Record, name: str) -> Iterator[Plain]:
-        for key, hook in homes[name].items():
-            if not _is_known(key, hook):
-                how = tuple(flag for flag in _HOOKS[name] if key in homes[flag])
-                yield ("hook", name, self._describer.private(hook), how)
-
-    def _buffers(
-        self, module: torch.nn.Module, path: str, derived: Mapping[str, torch.Tensor]
-    ) -> Iterator[Plain]:
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The buffers that are not saved, by name."""
+    for path, module in model.named_modules(remove_duplicate=False):
         for name in sorted(module._non_persistent_buffers_set):
-            buffer, stock = module._buffers.get(name), derived.get(name)
-            if buffer is None:
-                if stock is not None:
-                    yield ("buffer", name, "absent")
-                continue
-            described = self._describer.tensor(buffer, path)
-            if stock is None or not _reads_as(buffer, stock):
-                yield ("buffer", name, described)
-            elif buffer.dtype != stock.dtype:
-                self.derived.append((f"{path}.{name}", str(buffer.dtype)))
+            yield f"{path}.{name}", module._buffers.get(name)
 
 
-def _reads_as(buffer: torch.Tensor, stock: torch.Tensor) -> bool:
-    """Whether a buffer equals the values that Transformers derives, in the buffer's own dtype."""
-    same = buffer.shape == stock.shape
-    return same and torch.equal(buffer.detach().cpu(), stock.to(buffer.dtype))
+def _differences(
+    model: PreTrainedModel, config: Plain, describer: Describer
+) -> tuple[list[Row], list[Row]]:
+    """The rows by which a model differs, and the derived buffers in another dtype."""
+    stock, derived = _stock_of(model, config)
+    rows = set(_rows(model, describer)) ^ stock
+    absent = [path for path, part in model.named_modules() if isinstance(part, AbsentTower)]
+    found = [row for row in rows if not _below(row[0], absent)]
+    casts: list[Row] = []
+    if hasattr(model, "exported"):  # the graphs contain the buffers
+        return found, []
+    for name, buffer in _buffers(model):
+        path, usual = name.rpartition(".")[0], derived.get(name)
+        if buffer is None:
+            if usual is not None and not _below(path, absent):
+                found.append((path, ("buffer", name, "absent")))
+            continue
+        described, kind = describer.tensor(buffer, path), buffer.dtype
+        same = usual is not None and usual.shape == buffer.shape
+        if usual is None or not same or not torch.equal(buffer.detach().cpu(), usual.to(kind)):
+            found.append((path, ("buffer", name, described)))
+        elif kind != usual.dtype:
+            casts.append((name, str(kind)))
+    return found, casts
 
 
-def _is_random(module: torch.nn.Module) -> bool:
-    """Whether a module in training mode gives varying results."""
-    if isinstance(module, upstream.Dropout):
-        return bool(module.p > 0)
-    if isinstance(module, upstream.RunningNorm):
-        return bool(module.track_running_stats)
-    return isinstance(module, torch.nn.RReLU) or any(
-        isinstance(value, int | float) and value > 0 and any(word in name for word in _RANDOM)
-        for name, value in vars(module).items()
-    )
-
-
-def _is_known(key: object, hook: object) -> bool:
-    """Whether a hook is ours, or one of those by which libraries only record."""
-    function = hook.__func__ if isinstance(hook, MethodType) else hook
-    if key == OUR_HOOK or not isinstance(function, FunctionType):
-        return key == OUR_HOOK
-    module, name, *_ = place_of(function)
-    return (module, name.rpartition(".")[2]) in upstream.SILENT_HOOKS
+def _refuse_random(model: PreTrainedModel) -> None:
+    """Refuse modules in training mode whose results vary."""
+    for path, module in model.named_modules():
+        if not module.training:
+            continue
+        named = any(
+            isinstance(value, int | float) and value > 0 and any(word in name for word in _RANDOM)
+            for name, value in vars(module).items()
+        )
+        if isinstance(module, upstream.Dropout):
+            named = module.p > 0
+        elif isinstance(module, upstream.RunningNorm):
+            named = module.track_running_stats
+        if named or isinstance(module, torch.nn.RReLU):
+            raise ModelError(
+                f"{path} ({type(module).__name__}) is in training mode, though the model is not, "
+                "so its results vary; call model.eval()"
+            )
 
 
 def _is_ours(value: object) -> bool:
@@ -620,11 +549,8 @@ def _is_ours(value: object) -> bool:
 
 def _is_only_placed(module: torch.nn.Module) -> bool:
     """Whether accelerate only moves the inputs of a module to its device."""
-    hook: Any = vars(module).get("_hf_hook")
-    old = vars(module).get("_old_forward")
-    if not type(hook).__module__.startswith("accelerate."):
-        return False
-    hooks = getattr(hook, "hooks", (hook,))
+    hook, old = (vars(module).get(name) for name in ("_hf_hook", "_old_forward"))
+    hooks: Any = getattr(hook, "hooks", (hook,))
     if any(type(one).__name__ != "AlignDevicesHook" or one.offload for one in hooks):
         return False
     return isinstance(old, MethodType) and old.__func__ is type(module).forward
@@ -638,7 +564,7 @@ class Identity:
 
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self._model, self._family = model, family
-        self._digests = _Digests()
+        self._digests: dict[int, tuple[_Tensor, str]] = {}  # each valid until its tensor changes
         self._watch: Watch | None = None
         self._announced = 0  # changes that nothing shows
         self.all = self.vision = self.config = self.code = ""
@@ -691,7 +617,12 @@ class Identity:
             *model.named_parameters(remove_duplicate=False),
             *_persistent(model, model.named_buffers(remove_duplicate=False)),
         ]
-        self._forget(named, [path for path in moved if path is not None])
+        # A changed module may have changed its tensors, and those below, in a way nothing shows.
+        paths = [path for path in moved if path is not None]
+        forgotten = [tensor for name, tensor in named if _below(name, paths)]
+        for tensor in forgotten:
+            self._digests.pop(id(tensor), None)
+        self.on_forget(forgotten)
         if any(tensor.is_meta for _, tensor in named):
             raise UnreadableWeights(
                 "some weights are on the meta device (offloaded, or never loaded): they cannot "
@@ -699,40 +630,41 @@ class Identity:
             )
         for name, tensor in named:
             watch.tensor(tensor, name.rpartition(".")[0])
+        _refuse_random(model)
         places = {id(part): path for path, part in model.named_modules()}
-        describer = Describer(watch, places, self._digests.of)
+        describer = Describer(watch, places, self._digest)
         config = describer.value(model.config, None)
-        found = _Differences(model, _stock_of(model, config), describer, watch)
-        rows = [*found.rows, *_unusual(named, describer)]
+        rows, casts = _differences(model, config, describer)
+        rows += _unusual(named, describer)
         if self._announced:
-            rows.append(("*", ("announced", nameless.PROCESS, str(self._announced))))
+            rows.append(("*", ("hook", "announced", nameless.PROCESS, str(self._announced))))
         self.config = digests.digest("config", repr(config))
         # Hooks are around what a module computes: kernels need no new trial for them.
-        inside = [row for row in rows if row[1][0] not in ("hook", "of all modules")]
-        self.code = digests.digest("code", _written(inside))
+        self.code = digests.digest("code", _written([r for r in rows if r[1][0] != "hook"]))
         self.settings = self._family.vision_settings()
-        self._name(remembered, named, rows, found.derived)
+        self._name(remembered, named, rows, casts)
         watch.seal()
-        self._digests.drop_unused()
+        self._digests = {key: self._digests[key] for key in watch.tensors.keys() & self._digests}
         if not watch.moved()[0]:  # unchanged while it was read
             self._watch = watch
 
-    def _forget(self, named: Named, paths: list[str]) -> None:
-        """Have the tensors of changed modules and those below them read again: a changed module may
-        have changed them in a way that nothing shows."""
-        forgotten = [tensor for name, tensor in named if _below(name, paths)]
-        self._digests.forget(forgotten)
-        self.on_forget(forgotten)
+    def _digest(self, tensor: torch.Tensor) -> str:
+        known = self._digests.get(id(tensor))
+        if known is None or not known[0].is_same():
+            read = Watch()
+            read.tensor(tensor, None)
+            known = self._digests[id(tensor)] = (read.tensors[id(tensor)], digest_of(tensor))
+        return known[1]
 
     def _name(
-        self, remembered: dict[str, str], named: Named, rows: list[Row], derived: list[Row]
+        self, remembered: dict[str, str], named: Named, rows: list[Row], casts: list[Row]
     ) -> None:
-        found = self._names(remembered, "", named, rows, derived)
+        found = self._names(remembered, "", named, rows, casts)
         self.tensors, self.all, self.is_private, self.dtype = found
         text = {id(module) for module in self._family.text_modules()}
         paths = [path for path, module in self._model.named_modules() if id(module) in text]
         vision = [*_persistent(self._model, self._family.vision_weights())]
-        seen, other = ([row for row in of if not _below(row[0], paths)] for of in (rows, derived))
+        seen, other = ([row for row in of if not _below(row[0], paths)] for of in (rows, casts))
         found = self._names(remembered, "vision_", vision, seen, other)
         self.vision_tensors, self.vision, self.vision_is_private, self.vision_dtype = found
 
@@ -742,7 +674,7 @@ class Identity:
         part: str,
         named: Named,
         rows: list[Row],
-        derived: list[Row],
+        casts: list[Row],
     ) -> tuple[str, str, bool, str]:
         """The digest of some weights, their name with the rows, whether it is private, and their
         dtype: the one that all share, or a digest of the dtypes by name."""
@@ -751,7 +683,7 @@ class Identity:
         exported = getattr(getattr(self._model, "exported", None), "weights", None) or {}
         tensors = exported.get(part.rstrip("_") or "all") or remembered.get(f"{part}tensors")
         if tensors is None:
-            own = [(path, self._digests.of(tensor)) for path, tensor in named]
+            own = [(path, self._digest(tensor)) for path, tensor in named]
             tensors = digests.fingerprint_of([*own, *((path, found) for path, found, _ in absent)])
         name, written = tensors, _written(rows)
         if rows or not exported:
@@ -759,9 +691,8 @@ class Identity:
         dtypes = [(path, kind) for path, tensor in named if (kind := dtype_of(tensor))]
         dtypes += [(path, kind) for path, _, kind in absent if kind]
         dtype = dtypes[0][1] if dtypes else ""
-        if derived or {kind for _, kind in dtypes} != {dtype}:
-            more = [sorted(derived)] if derived else []
-            dtype = digests.digest("dtypes", sorted(dtypes), *more)
+        if casts or {kind for _, kind in dtypes} != {dtype}:
+            dtype = digests.digest("dtypes", sorted(dtypes), *([sorted(casts)] if casts else []))
         return tensors, name, nameless.PROCESS in written, dtype
 
 
@@ -792,11 +723,7 @@ def _persistent(
     model: PreTrainedModel, named: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Leave out derived buffers: rope tables change with the prompt length."""
-    derived = {
-        id(module._buffers.get(name))
-        for module in model.modules()
-        for name in module._non_persistent_buffers_set
-    }
+    derived = {id(buffer) for _, buffer in _buffers(model)}
     return ((name, tensor) for name, tensor in named if id(tensor) not in derived)
 
 
@@ -832,31 +759,25 @@ class ProcessorCode:
         """The digest of what users put into it; empty if that is nothing."""
         if self._processor is not None and (self._watch is None or self._watch.moved()[0]):
             self._watch = Watch()
-            self._digest = self._described(self._watch, vars(self._processor))
+            rows = list(self._rows(Describer(self._watch, {}, digests.weight_digest)))
+            self._watch.seal()
+            self._digest = digests.digest("processor code", repr(rows)) if rows else ""
         return self._digest
 
-    def _described(self, watch: Watch, own: Record) -> str:
+    def _rows(self, describer: Describer) -> Iterator[Plain]:
         names = ("image_processor", "video_processor", "feature_extractor")
-        parts = [self._processor, *(own[name] for name in names if own.get(name) is not None)]
-        describer = Describer(watch, {}, digests.weight_digest)
-        rows: list[Plain] = []
+        own = [vars(self._processor).get(name) for name in names]
         if self._announced:
-            rows.append((nameless.PROCESS, str(self._announced)))
-        for number, part in enumerate(parts):
-            watch.hold(part, None)
+            yield (nameless.PROCESS, str(self._announced))
+        for number, part in enumerate([self._processor, *(p for p in own if p is not None)]):
+            describer.watch.hold(part, None)
             if not is_library(type(part).__module__):
-                rows.append((str(number), describer.kind(type(part))))
-            found = describer.replaced(type(part), "preprocess", "_preprocess", "__call__")
-            rows += [row for row in found if nameless.PROCESS in repr(row)]
-            rows += [
-                (str(number), name, describer.private(value))
-                for name, value in vars(part).items()
-                if callable(value) and not _is_processor(value)
-            ]
-        watch.seal()
-        return digests.digest("processor code", repr(rows)) if rows else ""
-
-
-def _is_processor(value: object) -> bool:
-    """Whether it is a tokenizer or a processor; these are callable too, but checked separately."""
-    return hasattr(value, "save_pretrained") or isinstance(value, NotLoaded)
+                yield (str(number), describer.kind(type(part)))
+            for row in describer.replaced(type(part), "preprocess", "_preprocess", "__call__"):
+                if nameless.PROCESS in repr(row):
+                    yield row
+            for name, value in vars(part).items():
+                # Tokenizers and processors are callable too, and checked separately.
+                is_part = hasattr(value, "save_pretrained") or isinstance(value, NotLoaded)
+                if callable(value) and not is_part:
+                    yield (str(number), name, describer.private(value))

@@ -11,22 +11,12 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 _plainly: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-class HasModel(Protocol):
-    """An object that runs a model."""
-
-    _model: torch.nn.Module
-
-
-S = TypeVar("S", bound=HasModel)
 
 
 def run_plainly(model: torch.nn.Module) -> None:
@@ -39,11 +29,12 @@ def quiet(model: torch.nn.Module) -> AbstractContextManager[object]:
     return torch.no_grad() if model in _plainly else torch.inference_mode()
 
 
-def quietly(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run a method in the gradient-free mode of its object's model."""
+def quietly(method: Method) -> Method:
+    """Run a method in the gradient-free mode of its object's `_model`."""
 
-    def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    @functools.wraps(method)
+    def run(self: Any, *args: object, **kwargs: object) -> object:
         with quiet(self._model):
             return method(self, *args, **kwargs)
 
-    return functools.update_wrapper(run, method)
+    return cast("Method", run)

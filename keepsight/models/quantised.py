@@ -9,12 +9,11 @@ and by the classes of their layers; no layer runs for it. Scales per token, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keepsight.errors import KeepsightError, UnreadableWeights, UnsupportedModel
+from keepsight.errors import UnsupportedModel
 from keepsight.kinds import Record
 from keepsight.models.no_gradients import run_plainly
 
@@ -27,34 +26,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADVICE = "Quantise the weights only, or the activations with a scale for each token"
 
 
-@contextmanager
-def named_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Name the weight classes when a model's weights cannot be read."""
-    try:
-        yield
-    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
-        odd = {type(t).__name__ for m in model.modules() for t in _held(m) if _is_odd(t)}
-        if isinstance(error, KeepsightError) or not odd:
-            raise
-        raise UnreadableWeights(
-            f"weights of kind {', '.join(sorted(odd))} cannot be read, so they cannot be "
-            f"fingerprinted and nothing could be remembered safely ({error}); load the model in "
-            "another precision or quantise it with another library"
-        ) from error
-
-
 def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
     """Refuse grouped experts for which torch has no such product: in float64, or with rows that are
     no multiple of sixteen bytes."""
     for name, layer in model.named_modules():
         weights = [w for w in layer._parameters.values() if w is not None and w.dim() == 3]
         chosen = getattr(getattr(layer, "config", None), "_experts_implementation", None)
-        if chosen != "grouped_mm" or not weights:
+        odd = any(w.dtype not in _DTYPES or w.shape[2] * w.element_size() % _ROW for w in weights)
+        if chosen != "grouped_mm" or not odd:
             continue
         weight = weights[0]
-        odd = any(one.shape[2] * one.element_size() % _ROW for one in weights)
-        if weight.dtype in _DTYPES and not odd:
-            continue
         width = weight.shape[1 if getattr(layer, "is_transposed", False) else 2]
         one = weight.new_ones(1, width)
         try:

@@ -91,10 +91,7 @@ def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
 
     `chosen` are the kinds of functions that the model looks up in Transformers, and their names.
     """
-    accelerated = device != "cpu"
-    readers, _ = _readers(accelerated)
-    values = tuple([_value(read) for read in readers])
-    found = [*_unusual(accelerated, values), *_environment()]
+    found = [*_unusual(device != "cpu"), *_environment()]
     found += [f"{name}={os.environ[name]}" for name in _LIVE if name in os.environ]
     if _LEAST / 2 == 0:
         found.append("denormals=flushed")
@@ -104,51 +101,41 @@ def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
 
 # -- torch ---------------------------------------------------------------------------------------
 
-_Reader = Callable[[], object]
-_Readers = tuple[_Reader, ...]
-
 
 @functools.cache
-def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...]]:
-    """Functions that read each setting, with its name and usual value."""
-    found: list[tuple[_Reader, str, object]] = []
-    for name, value in {**ANYWHERE, **(ON_CUDA if accelerated else {})}.items():
+def _settings(accelerated: bool) -> tuple[tuple[str, Callable[[], object], object], ...]:
+    """The settings: name, the function that reads it, its value in a new process."""
+    found: list[tuple[str, Callable[[], object], object]] = []
+    for name, usual in {**ANYWHERE, **(ON_CUDA if accelerated else {})}.items():
         reader = upstream.switch(name)
         if reader is not None:
-            found.append((reader, name, value))
-    for (backend, operation), value in _PRECISIONS.items():
+            found.append((name, reader, usual))
+    for (backend, operation), usual in _PRECISIONS.items():
         if accelerated or backend != "cuda":
             reader = upstream.precision_reader(backend, operation)
-            found.append((reader, f"{backend}.{operation}.fp32_precision", value))
+            found.append((f"{backend}.{operation}.fp32_precision", reader, usual))
     found += [
-        (upstream.sdp_order, "sdp_priority_order", (1, 2, 0, 3, 4)),
-        (torch.get_default_dtype, "default_dtype", torch.float32),
-        (torch.backends.mha.get_fastpath_enabled, "mha_fastpath", True),
-        (upstream.compiler_stance, "compiler.stance", "default"),
-        (upstream.kernels_left_out, "python_native", ()),
+        ("sdp_priority_order", upstream.sdp_order, (1, 2, 0, 3, 4)),
+        ("default_dtype", torch.get_default_dtype, torch.float32),
+        ("mha_fastpath", torch.backends.mha.get_fastpath_enabled, True),
+        ("compiler.stance", upstream.compiler_stance, "default"),
+        ("python_native", upstream.kernels_left_out, ()),
     ]
     if torch.backends.opt_einsum.is_available():
         enabled, strategy = upstream.einsum_readers()
-        found += [(enabled, "opt_einsum", True), (strategy, "opt_einsum.strategy", "auto")]
-    return tuple(r for r, _, _ in found), tuple((name, value) for _, name, value in found)
-
-
-def _value(read: _Reader) -> object:
-    try:
-        return read()
-    except RuntimeError:  # the old and the new way of choosing a precision, mixed
-        return "mixed"
-
-
-@functools.lru_cache(maxsize=64)
-def _unusual(accelerated: bool, values: tuple[object, ...]) -> tuple[str, ...]:
-    _, usual = _readers(accelerated)
-    found = []
-    for (name, wanted), value in zip(usual, values, strict=True):
-        given = "ieee" if value == "none" else value
-        if given != wanted and str(given) != wanted:
-            found.append(f"{name}={given}")
+        found += [("opt_einsum", enabled, True), ("opt_einsum.strategy", strategy, "auto")]
     return tuple(found)
+
+
+def _unusual(accelerated: bool) -> Iterator[str]:
+    for name, read, usual in _settings(accelerated):
+        try:
+            value = read()
+        except RuntimeError:  # the old and the new way of choosing a precision, mixed
+            value = "mixed"
+        given = "ieee" if value == "none" else value
+        if given != usual and str(given) != usual:
+            yield f"{name}={given}"
 
 
 @functools.cache
@@ -174,12 +161,9 @@ def _device_of(mode: object) -> str:
     return f" {device}" if isinstance(device, torch.device) else ""
 
 
-_registries = functools.cache(upstream.registered_functions)
-
-
 def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, object]]:
     """Functions that a model looks up in Transformers and that are not Transformers' own."""
-    registries = _registries()
+    registries = upstream.registered_functions()
     for kind, name in chosen:
         for registry in registries[kind]:
             function = registry.get(name)

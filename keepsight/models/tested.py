@@ -9,21 +9,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 import transformers
-from packaging.version import InvalidVersion, Version
 
 from keepsight.errors import UpstreamChanged
 
 # The newest versions that all tests ran with, and the oldest.
 TESTED = {"transformers": "5.24.0", "torch": "2.13.0"}
 OLDEST_TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
-
-
-def is_newer_than_tested(version: str) -> bool:
-    """Whether this version of Transformers is newer than any tested one, or cannot be compared."""
-    try:
-        return Version(Version(version).base_version) > Version(TESTED["transformers"])
-    except InvalidVersion:
-        return True
 
 
 def refuse_unknown(

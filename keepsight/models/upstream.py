@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import transformers
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from numpy import ndarray
 from torch import Tensor
-from torch._higher_order_ops import scan as _scan
+from torch._higher_order_ops import scan
 from torch._ops import OpOverload
 from torch.backends import opt_einsum
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
@@ -51,6 +51,7 @@ __all__ = [
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "LinearAttentionLayer",
     "RunningNorm",
+    "scan",  # a loop over rows in the form that torch writes into a graph
 ]
 
 # Hooks that only record what passes: Transformers leaves them on a model that was once asked for
@@ -84,55 +85,25 @@ NAMED = frozenset(
 
 # -- text ------------------------------------------------------------------------------------------
 
-
-def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text in which control tokens that are none stand between markers."""
-    ids: list[int] = chat_template_utils.encode_marked_chat(tokenizer, text)
-    return ids
-
-
-def plain_data(value: object) -> Any:
-    """Data as a chat template sees it: numbers, strings, lists and records."""
-    return chat_template_utils._plain_template_data(value)
+# The ids of a text in which control tokens that are none stand between markers.
+encode_marked: Callable[[PreTrainedTokenizerBase, str], list[int]]
+encode_marked = chat_template_utils.encode_marked_chat
+# Data as a chat template sees it: numbers, strings, lists and records.
+plain_data: Callable[[object], Any] = chat_template_utils._plain_template_data
+_template: Callable[[str], Template] = chat_template_utils._compile_jinja_template
 
 
 def rendered(
     source: str, tokenizer: PreTrainedTokenizerBase, messages: list[Message], generate: bool
 ) -> str:
     """Plain messages under a chat template, without the copies that Transformers makes first."""
-    named = tokenizer.special_tokens_map
     more = {"tools": None, "documents": None, "add_generation_prompt": generate}
-    template = chat_template_utils._compile_jinja_template(source)
-    text: str = template.render(messages=messages, **more, **named)
-    return text
+    return _template(source).render(messages=messages, **more, **tokenizer.special_tokens_map)
 
 
 def parsed_template(source: str) -> nodes.Template:
     """A chat template as Transformers parses it."""
-    environment = chat_template_utils._compile_jinja_template(source).environment
-    tree: nodes.Template = environment.parse(source)
-    return tree
-
-
-def flash_attention() -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Torch's flash attention: the operator below its public functions, whose names move."""
-    found: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._flash_attention_forward
-    return found
-
-
-# -- decisions -------------------------------------------------------------------------------------
-
-_TEMPLATES = "transformers.decision.template_utils"
-
-
-def decisions() -> Any:
-    """Transformers' own decisions: questions, prompts and labels."""
-    return importlib.import_module(_TEMPLATES)
-
-
-def decision_models() -> Any:
-    """Transformers' own reading of decisions from scores."""
-    return importlib.import_module("transformers.decision.modeling_utils")
+    return _template(source).environment.parse(source)
 
 
 def template_variables(source: str) -> frozenset[str]:
@@ -140,11 +111,22 @@ def template_variables(source: str) -> frozenset[str]:
     return frozenset(chat_template_utils._get_template_variables(source))
 
 
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def decisions() -> Any:
+    """Transformers' own decisions: questions, prompts and labels."""
+    return importlib.import_module("transformers.decision.template_utils")
+
+
+def decision_models() -> Any:
+    """Transformers' own reading of decisions from scores."""
+    return importlib.import_module("transformers.decision.modeling_utils")
+
+
 def decision_text(state: object, question: object) -> str:
     """The generic prompt of one question, for models without a decision template."""
-    template = chat_template_utils._compile_jinja_template(decisions().DECISION_PROMPT)
-    text: str = template.render(state=state, question=question)
-    return text
+    return _template(decisions().DECISION_PROMPT).render(state=state, question=question)
 
 
 def split_at_placeholders(
@@ -163,7 +145,9 @@ def insert_images(
     return made
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
+# -- checkpoints and processors --------------------------------------------------------------------
+
+Processed = tuple[transformers.BatchFeature, list[str]]
 
 
 def checkpoint_file(path: str, file: str, options: Options) -> str | None:
@@ -171,11 +155,6 @@ def checkpoint_file(path: str, file: str, options: Options) -> str | None:
     given = {**options, "_raise_exceptions_for_missing_entries": False}
     found: str | None = cached_file(path, file, **given)
     return found
-
-
-# -- processors ------------------------------------------------------------------------------------
-
-Processed = tuple[transformers.BatchFeature, list[str]]
 
 
 def processed(
@@ -187,11 +166,11 @@ def processed(
     return found
 
 
-def merged_options(processor: Processor, given: Options) -> Record:
+def merged_options(processor: Any, given: Options) -> Record:
     """The options of each part of a composite processor, including a caller's."""
     known = processor.tokenizer.init_kwargs
-    merge: Callable[..., Record] = getattr(processor, "_merge_kwargs")  # noqa: B009
-    return merge(tokenizer_init_kwargs=known, **given)
+    merged: Record = processor._merge_kwargs(tokenizer_init_kwargs=known, **given)
+    return merged
 
 
 def sound_tokens(tower: PreTrainedModel, frames: int) -> int:
@@ -244,6 +223,12 @@ def padding_of(config: GenerationConfig) -> int:
 
 # -- attention and kernels -------------------------------------------------------------------------
 
+# Torch's flash attention: the operator below its public functions, whose names move.
+flash_attention: Callable[[], Callable[..., tuple[Tensor, ...]]]
+flash_attention = functools.partial(getattr, torch.ops.aten, "_flash_attention_forward")
+# An activation by its name in a configuration.
+activation: Callable[[str], Callable[[Tensor], Tensor]] = functools.cache(ACT2FN.__getitem__)
+
 
 def for_scripts(**functions: Callable[..., object]) -> None:
     """Let scripts take these functions for operators of torch."""
@@ -275,13 +260,6 @@ def registered_functions() -> dict[str, tuple[Mapping[str, Callable[..., object]
         "attention": (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS),
         "experts": (ALL_EXPERTS_FUNCTIONS,),
     }
-
-
-@functools.cache
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """An activation by its name in a configuration."""
-    found: Callable[[Tensor], Tensor] = ACT2FN[name]
-    return found
 
 
 def watched(run: Callable[[TorchFunction, Args, Record], object]) -> AbstractContextManager[object]:
@@ -318,11 +296,6 @@ def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], 
 def restore_deepstack(decoder: PreTrainedModel) -> None:
     """Undo `replace_deepstack`."""
     vars(decoder).pop(_DEEPSTACK, None)
-
-
-def scan(step: Callable[..., tuple[Tensor, Tensor]], first: Tensor, rows: Tensor) -> Any:
-    """A loop over rows in the form that torch writes into a graph."""
-    return _scan(step, first, rows)
 
 
 # -- torch's settings, which switches.py reads before each call -----------------------------------
@@ -362,10 +335,8 @@ def compiler_stance() -> str:
 def kernels_left_out() -> tuple[str, ...]:
     """The kernels that `torch.backends.python_native` leaves out."""
     registry: Any = sys.modules.get("torch._native.registry")
-    if registry is None:
-        return ()
-    left_out = [name for names in vars(registry._filter_state).values() for name in names]
-    return tuple(sorted(map(str, left_out)))
+    states = {} if registry is None else vars(registry._filter_state)
+    return tuple(sorted(str(name) for names in states.values() for name in names))
 
 
 def switch(name: str) -> Callable[[], object] | None:

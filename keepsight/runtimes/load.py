@@ -1,35 +1,45 @@
-"""Models made by `keepsight export`: their graphs run in another runtime, the rest is the same.
+"""Models made by `keepsight export`: Transformers' own classes without weights, whose parts are
+graphs in another runtime.
 
-manifest.py         the record of an export: source weights, and every file's digest
-states.py           the input and output states of a decoder
-modules.py          graphs in place of tower, embedding, decoder and head
-weightless.py       Transformers' own model around them, without weights
-onnx.py, openvino.py  one graph in either runtime
-mlx.py              the parts of a model of mlx-vlm in place of graphs; mlx_library.py loads
-                    it, mlx_types.py says how its models differ, mlx_states.py what layers remember
-imports.py          imports both libraries without telemetry
+Everything except arithmetic on weights stays Transformers' code: where features go, which layers
+get which, positions, masks, generation settings. The modules are built without memory and emptied,
+and four of them run a graph as their forward (modules.py). manifest.py is the record of an export,
+states.py names the states of a decoder, onnx.py and openvino.py run one graph, imports.py imports
+them without telemetry. MLX has parts of mlx-vlm in place of graphs: mlx_library.py loads it,
+mlx_types.py says how its models differ, mlx_states.py what its layers remember.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import logging
+import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
+import numpy as np
+import torch
+import transformers
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationConfig, PreTrainedModel
+
+from keepsight.core.decoding.state import Shape
 from keepsight.core.settings import chosen_store
 from keepsight.errors import ModelError, UnsupportedInput
-from keepsight.kinds import DeviceMap, Dtype
+from keepsight.kinds import DeviceMap, Dtype, Grid
+from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
-from keepsight.models.tested import TESTED, is_newer_than_tested
-from keepsight.runtimes.manifest import Manifest, is_export, read
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
+from keepsight.runtimes.manifest import GRAPHS, PARTS, Manifest, is_export, read
+from keepsight.runtimes.modules import (
+    DecoderStandIn,
+    EmbeddingStandIn,
+    GraphSession,
+    HeadStandIn,
+    PackedTowerStandIn,
+    WholeTowerStandIn,
+    check_sizes,
+)
+from keepsight.runtimes.onnx import OnnxSession
+from keepsight.runtimes.openvino import OpenVinoSession
 
 __all__ = ["is_export", "load_exported", "load_in_mlx", "other_versions", "read"]
 
@@ -63,9 +73,6 @@ def load_exported(
         )
     files = files_digest(path, "float32", every=True)
     manifest = read(Path(path), contents=not _was_read(files, store))
-    _warn_of_untested(path, manifest.versions.get("transformers", "an unknown version"))
-    from keepsight.runtimes.weightless import load_model
-
     try:
         return load_model(Path(path), manifest), files
     except ModelError as error:
@@ -83,18 +90,6 @@ def load_in_mlx(
     from keepsight.runtimes.mlx import load_mlx  # requires an optional library
 
     return load_mlx(path, dtype, device_map, vision, revision)
-
-
-@functools.lru_cache(64)  # once per folder
-def _warn_of_untested(path: str, version: str) -> None:
-    if is_newer_than_tested(version):
-        logger.warning(
-            "%s was made with Transformers %s, and exports were tested with up to %s: compare its "
-            "answers with those of the checkpoint, or export it again with that version",
-            path,
-            version,
-            TESTED["transformers"],
-        )
 
 
 def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:
@@ -129,3 +124,111 @@ def other_versions(manifest: Manifest) -> dict[str, tuple[str, str]]:
         if was != here:
             found[name] = (was, here)
     return found
+
+
+# -- the model around the graphs ----------------------------------------------------------------
+
+
+class Exported:
+    """Describes the graphs that run in a model."""
+
+    rounding_because = ""  # any cut is tried
+
+    def __init__(self, folder: Path, manifest: Manifest, version: str, threads: int) -> None:
+        self.folder = folder
+        self.weights = dict(manifest.weights)  # the names of those that were exported
+        self._most = manifest.most_patches
+        files = manifest.files.items()
+        decoder = f"{GRAPHS}/decoder."
+        self.decoder_bytes = sum(file.bytes for name, file in files if name.startswith(decoder))
+        # Everything that changes bits: the runtime, its version, and the graphs themselves.
+        self.environment = {
+            "runtime": f"{manifest.runtime} {version}",
+            "quantised": manifest.quantised,
+            "graphs": manifest.digest,
+            # Fixed when the graphs were loaded: later settings of PyTorch do not reach them.
+            "runtime_threads": threads,
+        }
+
+    def require(self, grid: Grid) -> None:
+        """Refuse what the graph of the tower cannot take. `grid` holds rows of (time, h, w)."""
+        if self._most is not None:
+            for name in ("image_grid_thw", "video_grid_thw"):
+                rows = np.reshape(grid.get(name, []), (-1, 3))
+                check_sizes(rows[:, 1:].prod(-1).tolist(), self._most)
+
+
+def load_model(folder: Path, manifest: Manifest) -> PreTrainedModel:
+    """The model, ready to run."""
+    model = empty_model(folder, "no configuration of an exported model")
+    threads = torch.get_num_threads()
+    graphs: dict[str, GraphSession] = {}
+    for name in PARTS:
+        path = folder / GRAPHS / name
+        if manifest.runtime == "openvino":
+            graphs[name] = OpenVinoSession(path.with_name(f"{name}.xml"), threads)
+        else:
+            graphs[name] = OnnxSession(path.with_name(f"{name}.onnx"), threads)
+    shape, core, decoder = Shape.of(model), model.base_model, model.get_decoder()
+    embedding, mrope = model.get_input_embeddings(), hasattr(core, "get_rope_index")
+    embedding.forward = EmbeddingStandIn(graphs["embedding"], embedding.embedding_dim)
+    model.get_output_embeddings().forward = HeadStandIn(graphs["head"])
+    decoder.forward = DecoderStandIn(graphs["decoder"], decoder, shape, manifest.appends, mrope)
+    most = manifest.most_patches
+    if most is None:
+        replace_encoder(core, WholeTowerStandIn(graphs["tower"], model.config))
+    else:
+        tensors = TowerTensors(core)
+        core.visual.forward = PackedTowerStandIn(graphs["tower"], core.visual, tensors, most)
+    model.exported = Exported(folder, manifest, graphs["decoder"].version, threads)
+    model.eval()
+    refuse_what_takes_weights(model, folder, "an exported model")
+    return model
+
+
+def refuse_what_takes_weights(model: PreTrainedModel, folder: Path, what: str) -> None:
+    """Refuse training and saving with clear errors. Otherwise training would fail on gradients, and
+    saving would write an empty checkpoint that loads with random weights."""
+    before = model.train
+
+    def train(mode: bool = True) -> PreTrainedModel:
+        if mode:
+            raise UnsupportedInput(
+                f"{folder} is {what}, which cannot be trained: its weights are not PyTorch's; "
+                "train the checkpoint that it was made of"
+            )
+        return before(mode)
+
+    def save_pretrained(*args: object, **options: object) -> NoReturn:
+        raise UnsupportedInput(f"{what} has no PyTorch weights to save; copy {folder} instead")
+
+    model.train, model.save_pretrained = train, save_pretrained
+
+
+def empty_model(folder: Path, lacking: str) -> PreTrainedModel:
+    """Transformers' own model of a folder's configuration, without weights."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = kind[0] if isinstance(kind, tuple | list) else kind
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model = kind(config)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder} holds {lacking}: {error}") from error
+    for module in model.modules():
+        for home in (module._parameters, module._buffers):
+            home.update(dict.fromkeys(home))
+        if isinstance(module, PreTrainedModel):
+            # Transformers asks the first weight for device and dtype.
+            anchor = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+            module.register_parameter("anchor", anchor)
+    model.config.dtype = torch.float32
+    return model
+
+
+def replace_encoder(core: PreTrainedModel, stand_in: WholeTowerStandIn) -> None:
+    """Replace the whole path from pixels to features; its signature tells which inputs it takes."""
+    stand_in.__signature__ = inspect.signature(core.get_image_features)  # type: ignore[attr-defined]
+    core.get_image_features = stand_in

@@ -2,15 +2,13 @@
 
 An export that is half copied, changed or made by other versions must not answer at all. So the
 record and all files are checked before a runtime sees any of them. The record has a seal: editing
-it by hand is an error. Reading every byte of a large export is slow, so a caller who knows that
-these files were read before may skip that part.
+it by hand is an error. It is written last, so without it a folder is none. Reading every byte of a
+large export is slow, so a caller who knows that these files were read before may skip that part.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -29,7 +27,6 @@ PARTS = ("tower", "embedding", "decoder", "head")
 SETTINGS = (".json", ".jinja")  # files that Transformers reads
 _LARGEST = 4 * 2**20  # largest record in bytes; a usual one takes a few thousand
 _AGAIN = "copy the whole folder again, or export the model again"
-_unfinished: set[Path] = set()  # folders that this process is about to compare with their model
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,8 @@ class Manifest:
     def save(self, folder: Path) -> None:
         """Write the record, as the last file."""
         content = asdict(self)
-        path = folder / NAME
         text = json.dumps(content | {"seal": seal_of(content)}, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def seal_of(content: Record) -> str:
@@ -102,24 +98,6 @@ def file_digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-@contextmanager
-def unfinished(folder: Path) -> Iterator[None]:
-    """Let only this process load an export that was not compared with its model yet.
-
-    A process killed during the comparison leaves a complete folder. It must not load, because the
-    error of its graphs is unknown.
-    """
-    place = folder.resolve()
-    _unfinished.add(place)
-    try:
-        yield
-    finally:
-        _unfinished.discard(place)
-
-
-# -- reading -------------------------------------------------------------------------------------
-
-
 def read(folder: Path, contents: bool = True) -> Manifest:
     """Record of an export, after checking every file it names; `contents` reads them in full."""
     path = folder / NAME
@@ -134,13 +112,26 @@ def read(folder: Path, contents: bool = True) -> Manifest:
             f"{path} has format {str(form)[:40]}, this version reads {FORMAT}; export the model "
             "again with this version, or load it with the one that made it"
         )
-    manifest = _parsed(content, path)
-    if not manifest.deviation and folder.resolve() not in _unfinished:
+    if content.pop("seal", None) != seal_of(content):
+        raise DamagedFile(f"{path} was changed after the export; {_AGAIN}")
+    try:
+        files = {name: File(**file) for name, file in content["files"].items()}
+        manifest = Manifest(**content | {"files": files})
+        graphs = [f"{GRAPHS}/{part}{end}" for part in PARTS for end in RUNTIMES[manifest.runtime]]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DamagedFile(f"{path} is not the record of an export: {error}; {_AGAIN}") from error
+    missing = sorted({"config.json", *graphs} - files.keys())
+    if missing:
+        raise DamagedFile(f"{path} names no {missing[0]}, which every export has; {_AGAIN}")
+    for name, file in files.items():
+        _check_file(folder, name, file, contents)
+    _check_no_others(folder, manifest)
+    kind = _object(folder / "config.json").get("model_type")
+    if kind != manifest.model_type:
         raise DamagedFile(
-            f"{path}: this export broke off before it was compared with its model; export it again"
+            f"{folder / 'config.json'} is for {str(kind)[:40]}, the record for "
+            f"{manifest.model_type}; {_AGAIN}"
         )
-    _check_files(manifest, folder, contents)
-    _check_config(manifest, folder)
     return manifest
 
 
@@ -164,54 +155,27 @@ def _object(path: Path) -> Record:
     return content
 
 
-def _parsed(content: Record, path: Path) -> Manifest:
-    seal = content.pop("seal", None)
-    if seal != seal_of(content):
-        raise DamagedFile(f"{path} was changed after the export; {_AGAIN}")
-    try:
-        files = {name: File(**file) for name, file in content["files"].items()}
-        manifest = Manifest(**content | {"files": files})
-        ends = RUNTIMES[manifest.runtime]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise DamagedFile(f"{path} is not the record of an export: {error}; {_AGAIN}") from error
-    for name in files:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
-            raise DamagedFile(f"{path} names a file outside its folder: {name[:200]!r}")
-    graphs = [f"{GRAPHS}/{part}{end}" for part in PARTS for end in ends]
-    missing = sorted({"config.json", *graphs} - files.keys())
-    if missing:
-        raise DamagedFile(f"{path} names no {missing[0]}, which every export has; {_AGAIN}")
-    return manifest
+def _check_file(folder: Path, name: str, file: File, contents: bool) -> None:
+    pure, path = PurePosixPath(name), folder / name
+    if pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
+        raise DamagedFile(f"{folder / NAME} names a file outside its folder: {name[:200]!r}")
+    if not path.is_file():
+        raise DamagedFile(f"{folder} lacks {name}, which its record names; {_AGAIN}")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise DamagedFile(
+            f"{path} leads out of the folder; copy the export with its links followed (cp -L)"
+        )
+    size = path.stat().st_size
+    if size != file.bytes:
+        raise DamagedFile(f"{path} has {size} bytes, its record says {file.bytes}; {_AGAIN}")
+    if contents and file_digest(path) != file.digest:
+        raise DamagedFile(f"{path} is not the file that was exported; {_AGAIN}")
 
 
-def _check_files(manifest: Manifest, folder: Path, contents: bool) -> None:
-    root = folder.resolve()
-    for name, file in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise DamagedFile(f"{folder} lacks {name}, which its record names; {_AGAIN}")
-        if not path.resolve().is_relative_to(root):
-            raise DamagedFile(
-                f"{path} leads out of the folder; copy the export with its links followed (cp -L)"
-            )
-        size = path.stat().st_size
-        if size != file.bytes:
-            raise DamagedFile(f"{path} has {size} bytes, its record says {file.bytes}; {_AGAIN}")
-        if contents and file_digest(path) != file.digest:
-            raise DamagedFile(f"{path} is not the file that was exported; {_AGAIN}")
+def _check_no_others(folder: Path, manifest: Manifest) -> None:
+    """Refuse graphs and settings that the record does not name."""
     graphs = [path for path in (folder / GRAPHS).rglob("*") if path.is_file()]
     settings = [path for path in folder.iterdir() if path.suffix in SETTINGS and path.name != NAME]
     extra = {path.relative_to(folder).as_posix() for path in [*graphs, *settings]}
-    if extra - manifest.files.keys():
-        name = min(extra - manifest.files.keys())
-        raise DamagedFile(f"{folder} holds {name}, which is not of this export; remove it")
-
-
-def _check_config(manifest: Manifest, folder: Path) -> None:
-    path = folder / "config.json"
-    found = _object(path).get("model_type")
-    if found != manifest.model_type:
-        raise DamagedFile(
-            f"{path} is for {str(found)[:40]}, the record for {manifest.model_type}; {_AGAIN}"
-        )
+    if others := extra - manifest.files.keys():
+        raise DamagedFile(f"{folder} holds {min(others)}, which is not of this export; remove it")

@@ -9,7 +9,6 @@ float16. MLX computes in the checkpoint's own dtype or its 4 or 8 bits.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,10 +28,15 @@ from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
 from keepsight.models.renamed import NEW, OLD, RETURNED
 from keepsight.runtimes.imports import Untyped
+from keepsight.runtimes.load import (
+    empty_model,
+    refuse_what_takes_weights,
+    replace_encoder,
+)
 from keepsight.runtimes.manifest import file_digest
 from keepsight.runtimes.mlx_library import Array, Mlx
 from keepsight.runtimes.mlx_states import FixedArrays, HeldArrays, PastArrays
-from keepsight.runtimes.mlx_types import TYPES, Features
+from keepsight.runtimes.mlx_types import TYPES, MlxType
 from keepsight.runtimes.modules import (
     DecoderStandIn,
     EmbeddingStandIn,
@@ -49,15 +53,10 @@ from keepsight.runtimes.states import (
     state,
     state_names,
 )
-from keepsight.runtimes.weightless import (
-    empty_model,
-    refuse_what_takes_weights,
-    replace_encoder,
-)
 from keepsight.system import digests
 
-Masks = dict[str, Array]  # masks by kind of layer
-Compute = Callable[[dict[str, Tensor]], dict[str, Array]]
+Arrays = dict[str, Array]
+Feeds = dict[str, Tensor]
 GRID = "image_grid_thw"
 
 
@@ -65,52 +64,44 @@ def load_mlx(
     path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
     """A checkpoint of Transformers or mlx-vlm in MLX; and the name of its files."""
-    _refuse_options(dtype, device_map, vision, revision)
     folder = Path(path)
-    if not folder.is_dir():
-        raise UnsupportedInput(
-            f"{path!r} is no folder: download the checkpoint, and name its folder"
-        )
+    for refused, why in (
+        (dtype not in ("auto", None), f"dtype={dtype!r}: MLX computes in the checkpoint's own "
+         "dtype; convert the checkpoint with mlx_vlm.convert"),
+        (device_map not in (None, "auto"), f"device_map={device_map!r}: MLX chooses its device "
+         "itself"),
+        (not vision, "vision=False: a model in MLX has its tower; leave it in"),
+        (revision is not None, f"revision={revision!r}: a folder has no revisions"),
+        (not folder.is_dir(), f"{path!r} is no folder: download the checkpoint, and name its "
+         "folder"),
+    ):  # fmt: skip
+        if refused:
+            raise UnsupportedInput(why)
     mlx = Mlx()
     model = empty_model(folder, "no configuration of a model")
-    kind = model.config.model_type
-    if kind not in TYPES:
-        known = ", ".join(TYPES)
+    kind = TYPES.get(model.config.model_type)
+    if kind is None:
         raise UnsupportedInput(
-            f"models of type {kind} do not run in MLX here; those of {known} do. Load it without "
-            "runtime='mlx', or export it (docs/exporting.md)"
+            f"models of type {model.config.model_type} do not run in MLX here; those of "
+            f"{', '.join(TYPES)} do. Load it without runtime='mlx', or export it "
+            "(docs/exporting.md)"
         )
-    TYPES[kind].refuse_other_settings(model.config)
+    kind.refuse_other_settings(model.config)
     theirs = mlx.load(folder)
-    TYPES[kind].adjust(mlx, theirs, model.config)
-    _put_in_place(model, theirs, mlx)
-    model.exported = _InMlx(folder, mlx, theirs)
+    kind.adjust(mlx, theirs, model.config)
+    _put_in_place(model, theirs, mlx, kind)
+    model.exported = _InMlx(folder, mlx)
     model.eval()
     refuse_what_takes_weights(model, folder, "a model in MLX")
     return model, files_digest(path, "mlx", every=True)
 
 
-def _refuse_options(
-    dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
-) -> None:
-    if dtype not in ("auto", None):
-        raise UnsupportedInput(
-            f"dtype={dtype!r}: MLX computes in the checkpoint's own dtype; convert the checkpoint "
-            "with mlx_vlm.convert"
-        )
-    if device_map not in (None, "auto"):
-        raise UnsupportedInput(f"device_map={device_map!r}: MLX chooses its device itself")
-    if not vision:
-        raise UnsupportedInput("vision=False: a model in MLX has its tower; leave it in")
-    if revision is not None:
-        raise UnsupportedInput(f"revision={revision!r}: a folder has no revisions")
-
-
 class _InMlx:
     """Describes the weights in MLX to the rest of Keepsight."""
 
-    def __init__(self, folder: Path, mlx: Mlx, model: Untyped) -> None:
-        self.rounding_because = "its kernels were never tried in MLX"
+    rounding_because = "its kernels were never tried in MLX"
+
+    def __init__(self, folder: Path, mlx: Mlx) -> None:
         self.environment = {"runtime": f"mlx {mlx.version}"}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
         content = digests.digest(
@@ -119,16 +110,15 @@ class _InMlx:
             [[file.name, file_digest(file)] for file in files],
         )
         self.weights = {"all": content, "vision": content}
-        self.decoder_bytes = sum(os.path.getsize(file) for file in files)
+        self.decoder_bytes = sum(file.stat().st_size for file in files)
 
     def require(self, grid: Grid) -> None:
         """Refuse pictures that the tower cannot take; none, by size."""
 
 
-def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx) -> None:
+def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx, kind: MlxType) -> None:
     language, decoder, core = theirs.language_model, model.get_decoder(), model.base_model
-    embedding, shape = model.get_input_embeddings(), Shape.of(model)
-    kind = TYPES[model.config.model_type]
+    shape = Shape.of(model)
     attentions = [getattr(layer, "self_attn", None) for layer in language.model.layers]
     sliding = [getattr(attention, "is_sliding", False) for attention in attentions]
     if sliding != [one == "sliding" for one in shape.kinds]:
@@ -136,19 +126,42 @@ def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx) -> None:
             "text_config: mlx-vlm does not give a sliding window to the layers that have one here; "
             "load the checkpoint without runtime='mlx'"
         )
-    scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
-    embedding.forward = EmbeddingStandIn(_embedding(mlx, language, scale), embedding.embedding_dim)
-    model.get_output_embeddings().forward = HeadStandIn(_head(mlx, language))
+    dtype = language.model.norm.weight.dtype
+    embedding, table = model.get_input_embeddings(), language.model.embed_tokens
+    # Rounded as in Transformers.
+    scale = mlx.core.array(float(getattr(embedding, "scalar_embed_scale", 1.0))).astype(dtype)
+    head = language.lm_head if hasattr(language, "lm_head") else table.as_linear
+
+    def embed(feeds: Feeds) -> Arrays:
+        return {"inputs_embeds": table(mlx.given(feeds["input_ids"])) * scale}
+
+    def logits(feeds: Feeds) -> Arrays:
+        return {"logits": head(mlx.given(feeds["hidden"], dtype))}
+
+    def look(feeds: Feeds) -> Arrays:
+        """Pictures of one size, each through the tower alone."""
+        pixels = mlx.given(feeds["pixel_values"], dtype).transpose(0, 2, 3, 1)
+        return {"features": kind.features(mlx, theirs, pixels)} if kind.features else {}
+
+    def look_at_patches(feeds: Feeds) -> Arrays:
+        tower = theirs.vision_tower
+        pixels = mlx.given(feeds["pixel_values"], tower.patch_embed.proj.weight.dtype)
+        found = tower(pixels, mlx.given(feeds[GRID]))
+        features, levels = found if isinstance(found, tuple) else (found, [])
+        return {"features": features} | {deepstack(n): one for n, one in enumerate(levels)}
+
+    ids = _Part(mlx, {"input_ids"}, embed)
+    embedding.forward = EmbeddingStandIn(ids, embedding.embedding_dim)
+    model.get_output_embeddings().forward = HeadStandIn(_Part(mlx, {"hidden"}, logits))
     vision = getattr(core, "visual", None)
     levels = getattr(getattr(vision, "config", None), "deepstack_visual_indexes", None) or ()
     session = _Decoder(mlx, language, shape.kinds, len(levels), kind.counts)
     decoder.forward = _MlxDecoder(session, decoder, shape, False, hasattr(core, "get_rope_index"))
     if kind.features is None:
-        tower = _packed_tower(mlx, theirs.vision_tower)
+        tower = _Part(mlx, {"pixel_values", GRID}, look_at_patches)
         core.visual.forward = PackedTowerStandIn(tower, vision, TowerTensors(core), sys.maxsize)
     else:
-        tower = _picture_tower(mlx, theirs, kind.features)
-        replace_encoder(core, WholeTowerStandIn(tower, model.config))
+        replace_encoder(core, WholeTowerStandIn(_Part(mlx, {"pixel_values"}, look), model.config))
 
 
 # -- parts ---------------------------------------------------------------------------------------
@@ -157,62 +170,14 @@ def _put_in_place(model: PreTrainedModel, theirs: Untyped, mlx: Mlx) -> None:
 class _Part:
     """One part of the model, with named input and output tensors."""
 
-    def __init__(self, mlx: Mlx, inputs: set[str], compute: Compute) -> None:
+    def __init__(self, mlx: Mlx, inputs: set[str], compute: Callable[[Feeds], Arrays]) -> None:
         self._mlx, self.inputs, self._compute = mlx, frozenset(inputs), compute
         self.version: str = mlx.version
 
-    def run(
-        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def run(self, feeds: Feeds, into: Feeds | None = None) -> Feeds:
         """The outputs by name."""
         with self._mlx.alone:
             return {name: self._mlx.taken(one) for name, one in self._compute(feeds).items()}
-
-
-def _embedding(mlx: Mlx, language: Untyped, scale: float) -> _Part:
-    rounded = mlx.core.array(scale).astype(_dtype(language))  # as in Transformers
-
-    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
-        ids = mlx.given(feeds["input_ids"])
-        return {"inputs_embeds": language.model.embed_tokens(ids) * rounded}
-
-    return _Part(mlx, {"input_ids"}, compute)
-
-
-def _head(mlx: Mlx, language: Untyped) -> _Part:
-    tied = not hasattr(language, "lm_head")
-    head = language.model.embed_tokens.as_linear if tied else language.lm_head
-
-    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
-        return {"logits": head(mlx.given(feeds["hidden"], _dtype(language)))}
-
-    return _Part(mlx, {"hidden"}, compute)
-
-
-def _picture_tower(mlx: Mlx, theirs: Untyped, features: Features) -> _Part:
-    """Pictures of one size, each through the tower alone."""
-
-    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
-        pixels = mlx.given(feeds["pixel_values"], _dtype(theirs.language_model))
-        return {"features": features(mlx, theirs, pixels.transpose(0, 2, 3, 1))}
-
-    return _Part(mlx, {"pixel_values"}, compute)
-
-
-def _packed_tower(mlx: Mlx, tower: Untyped) -> _Part:
-    """Patches of a picture of any size."""
-
-    def compute(feeds: dict[str, Tensor]) -> dict[str, Array]:
-        pixels = mlx.given(feeds["pixel_values"], tower.patch_embed.proj.weight.dtype)
-        found = tower(pixels, mlx.given(feeds[GRID]))
-        features, levels = found if isinstance(found, tuple) else (found, [])
-        return {"features": features} | {deepstack(n): one for n, one in enumerate(levels)}
-
-    return _Part(mlx, {"pixel_values", GRID}, compute)
-
-
-def _dtype(language: Untyped) -> object:
-    return language.model.norm.weight.dtype
 
 
 class _Decoder(_Part):
@@ -223,7 +188,8 @@ class _Decoder(_Part):
         names |= {"inputs_embeds", "position_ids", BIAS, SLIDING_BIAS, PRESENT}
         names |= {deepstack(level) for level in range(levels)}
         super().__init__(mlx, names, self._pass)
-        self._language, self._dtype, self._counts = language, _dtype(language), counts
+        self._language, self._counts = language, counts
+        self._dtype = language.model.norm.weight.dtype
         named = inspect.signature(type(language.model).__call__).parameters
         self._embeds = "inputs_embeds" if "inputs_embeds" in named else "input_embeddings"
         self._levels = [deepstack(level) for level in range(levels)]
@@ -247,9 +213,7 @@ class _Decoder(_Part):
         }
         self._layers, self._past = (), []
 
-    def _before(
-        self, number: int, feeds: dict[str, Tensor], masks: Masks
-    ) -> PastArrays | FixedArrays:
+    def _before(self, number: int, feeds: Feeds, masks: Arrays) -> PastArrays | FixedArrays:
         """The states of a layer before a pass."""
         mlx, kind = self._mlx, self._kinds[number]
         held = self._held.get(number)
@@ -265,7 +229,7 @@ class _Decoder(_Part):
             past.offset = self._first_positions(feeds)
         return past
 
-    def _first_positions(self, feeds: dict[str, Tensor]) -> int | Array:
+    def _first_positions(self, feeds: Feeds) -> int | Array:
         """The first position of each row: these models count on from there themselves."""
         positions = feeds["position_ids"]
         bias = feeds[BIAS if BIAS in feeds else SLIDING_BIAS]
@@ -279,9 +243,7 @@ class _Decoder(_Part):
         same = int(first[0])
         return same if bool((first == same).all()) else self._mlx.given(first)
 
-    def run(
-        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def run(self, feeds: Feeds, into: Feeds | None = None) -> Feeds:
         """The outputs by name, states as Transformers orders them."""
         found = super().run(feeds, into)
         for number, past in enumerate(self._past):
@@ -291,7 +253,7 @@ class _Decoder(_Part):
                 found[conv], found[recurrent] = stored
         return found
 
-    def _pass(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+    def _pass(self, feeds: Feeds) -> Arrays:
         mlx, dtype = self._mlx, self._dtype
         named = {"full": BIAS, "sliding": SLIDING_BIAS}
         masks = {k: mlx.given(feeds[name], dtype) for k, name in named.items() if name in feeds}
@@ -316,7 +278,7 @@ class _Decoder(_Part):
         mlx.core.eval(list(found.values()))
         return found
 
-    def _deepstack(self, feeds: dict[str, Tensor]) -> dict[str, object]:
+    def _deepstack(self, feeds: Feeds) -> dict[str, object]:
         """A row for each token: zeros where there is no picture."""
         if not any(bool(feeds[name].any()) for name in self._levels):
             return {}

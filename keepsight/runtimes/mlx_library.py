@@ -6,7 +6,6 @@ in Transformers when a model is loaded. Both are avoided here.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import json
@@ -27,7 +26,6 @@ from keepsight.errors import MissingExtra, ModelError
 from keepsight.runtimes.imports import Untyped
 
 Array = Untyped
-_PUT = "install_auto_processor_patch"
 
 
 class Mlx:
@@ -139,30 +137,14 @@ def _put_inputs_first(weights: dict[str, Array]) -> None:
             weights[name], weights[other] = down.swapaxes(1, 2), both.swapaxes(1, 2)
 
 
-_held_back: list[tuple[object, ...]] = []  # kinds and processors that mlx-vlm would have put there
-
-
 @contextmanager
 def own_processors() -> Iterator[None]:
-    """Keep Transformers' processors while a model loads: mlx-vlm replaces them for the process, but
-    Keepsight relies on them. mlx-vlm's are installed when its own `load` asks for them."""
-    base, utils = vars(_imported("mlx_vlm.models.base")), vars(_imported("mlx_vlm.utils"))
-    before, put = vars(AutoProcessor)["from_pretrained"], base[_PUT]
-    load_processor, here = utils["load_processor"], len(_held_back)
-    base[_PUT] = lambda *given: _held_back.append(given)
-
-    @functools.wraps(load_processor)
-    def with_them(*given: object, **options: object) -> object:
-        for one in _held_back[here:]:
-            put(*one)
-        return load_processor(*given, **options)
-
+    """Keep Transformers' processors: mlx-vlm replaces them for the process while a model loads."""
+    before = vars(AutoProcessor)["from_pretrained"]
     try:
         yield
     finally:
-        AutoProcessor.from_pretrained, base[_PUT] = before, put
-        if len(_held_back) > here:  # the first time that this type was loaded
-            utils["load_processor"] = with_them
+        AutoProcessor.from_pretrained = before
 
 
 def _imported(name: str) -> ModuleType:

@@ -24,7 +24,6 @@ from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTen
 from keepsight.models.renamed import RETURNED, EncoderOutput
 from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
-from keepsight.runtimes.buffers import bias_of, padded_buffers, write_rows
 from keepsight.runtimes.states import (
     BIAS,
     PLACES,
@@ -38,6 +37,8 @@ from keepsight.runtimes.states import (
     state_sizes,
 )
 
+_WHOLE = 64  # the number of keys in a buffer is a multiple of this
+_FEW = 32  # up to this many tokens a lane's whole buffer is read; for more, only its filled part
 _OUTPUTS = ("return_dict", "use_cache", "cache_position")  # options that do not change the output
 _MASKED = ("full_attention", "sliding_attention")  # Transformers' names for masks of several kinds
 # Transformers' layers that grow when new rows are appended.
@@ -207,41 +208,25 @@ class DecoderStandIn:
         if position_ids is None:
             held = cache.get_seq_length()
             position_ids = torch.arange(held, held + tokens).expand(rows, -1)
-        feeds = {
-            "inputs_embeds": inputs_embeds,
-            "position_ids": self._positions(position_ids),
-            **self._deepstack(inputs_embeds, visual_pos_masks, deepstack_visual_embeds),
-        }
+        if self._mrope and position_ids.ndim == 2:  # text, time, height, width
+            position_ids = position_ids.expand(4, *position_ids.shape)
+        elif self._mrope and position_ids.shape[0] == 3:
+            position_ids = torch.cat([position_ids[:1], position_ids])
+        feeds = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        for level in range(self._levels):  # a row for each token: zeros where there is no picture
+            feeds[deepstack(level)] = dense = torch.zeros_like(inputs_embeds)
+            if visual_pos_masks is not None and deepstack_visual_embeds is not None:
+                dense[visual_pos_masks] = deepstack_visual_embeds[level].to(dense.dtype)
         into = {"hidden": torch.empty_like(inputs_embeds)}
         layers = cache.layers
-        held = self._held(layers, rows)
+        held_by = self._held(layers, rows)
         for number, layer in enumerate(layers):
             self._put_states(number, layer, inputs_embeds, feeds, into)
-        feeds |= self._biases(attention_mask, held, tokens, feeds)
+        feeds |= self._biases(attention_mask, held_by, tokens, feeds)
         found = self._session.run(feeds, into)
         for number, layer in enumerate(layers):
             self._take_states(number, layer, feeds, found, tokens)
         return MoeModelOutputWithPast(last_hidden_state=found["hidden"], **{RETURNED: cache})
-
-    def _positions(self, given: Tensor) -> Tensor:
-        """Text, time, height and width for multimodal rope; Transformers accepts fewer rows too."""
-        if not self._mrope:
-            return given
-        if given.ndim == 2:
-            return given.expand(4, *given.shape)
-        return given if given.shape[0] == 4 else torch.cat([given[:1], given])
-
-    def _deepstack(
-        self, embeds: Tensor, spots: Tensor | None, levels: Sequence[Tensor] | None
-    ) -> dict[str, Tensor]:
-        """A row for each token: the features at the places of pictures, zeros elsewhere."""
-        feeds = {}
-        for level in range(self._levels):
-            dense = torch.zeros_like(embeds)
-            if spots is not None and levels is not None:
-                dense[spots] = levels[level].to(dense.dtype)
-            feeds[deepstack(level)] = dense
-        return feeds
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -263,7 +248,7 @@ class DecoderStandIn:
         nothing = like.new_empty(like.shape[0], *sizes["k"])
         past = (layer.keys, layer.values) if layer.is_initialized else (nothing, nothing)
         if self._rooms:
-            past = padded_buffers(layer, past, nothing, like.shape[1])
+            past = _padded_buffers(layer, past, nothing, like.shape[1])
         for name, tensor in zip(("k", "v"), past, strict=True):
             feeds[state(name, number)] = tensor
             if self._appends:
@@ -288,7 +273,7 @@ class DecoderStandIn:
             room = layer.stretch(tokens, keys, values)
             for name, own, rows in zip(("k", "v"), room, (keys, values), strict=True):
                 if not (self._appends and fed[state(name, number)] is own):
-                    write_rows(own, rows, layer.lengths, tokens, self._appends)
+                    _write_rows(own, rows, layer.lengths, tokens, self._appends)
             layer.advance(tokens)
         elif self._rooms and self._appends:
             start = layer.keys.shape[2] if layer.is_initialized else 0
@@ -315,7 +300,7 @@ class DecoderStandIn:
             size += 0 if self._rooms else tokens
             at = torch.tensor(held[kind])[:, None] + torch.arange(tokens)
             found[places] = at
-            found[bias] = bias_of(given.get(f"{kind}_attention"), at, size, window)
+            found[bias] = _bias_of(given.get(f"{kind}_attention"), at, size, window)
         if "linear" in self._kinds:
             own = given.get("full_attention")
             rows = len(next(iter(held.values())))
@@ -363,3 +348,61 @@ def _refuse_cache(cache: Cache | None) -> None:
                 f"a cache of {type(layer).__name__}: an exported decoder goes on from a "
                 "DynamicCache or from Keepsight's memory; leave cache_implementation out"
             )
+
+
+# -- buffers for keys and values, as a graph reads them: longer than their contents ---------------
+
+
+def _padded_buffers(
+    layer: CacheLayer, past: tuple[Tensor, Tensor], nothing: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values with space for more tokens. A lane's own are used in place; for
+    many tokens only the filled part is read."""
+    if isinstance(layer, LaneLayer):
+        keys, values = layer.stretch(tokens, nothing, nothing)
+        size = _whole(max(layer.lengths) + tokens)
+        if tokens < _FEW or keys.shape[2] <= size:
+            return keys, values
+        return keys[:, :, :size].contiguous(), values[:, :, :size].contiguous()
+    missing = _whole(past[0].shape[2] + tokens) - past[0].shape[2]
+    room = nothing.new_zeros(*nothing.shape[:2], missing, nothing.shape[3])
+    return torch.cat([past[0], room], dim=2), torch.cat([past[1], room], dim=2)
+
+
+def _whole(keys: int) -> int:
+    return -(-keys // _WHOLE) * _WHOLE
+
+
+def _write_rows(own: Tensor, rows: Tensor, lengths: list[int], tokens: int, whole: bool) -> None:
+    """Write new rows into a lane's own buffer; `whole`: they come in a complete buffer."""
+    starts = lengths if len(lengths) == len(rows) else lengths * len(rows)
+    for row, start in enumerate(starts):
+        given = rows[row, :, start : start + tokens] if whole else rows[row]
+        own[row, :, start : start + tokens] = given
+
+
+def _bias_of(mask: Tensor | None, at: Tensor, size: int, window: int) -> Tensor:
+    """Zero where a token is seen, a large negative number elsewhere: (rows, 1, tokens, size).
+
+    Not minus infinity: padding sees nothing, and a softmax over only that is NaN. `at` are the
+    places of the tokens; what follows them is not a token yet.
+    """
+    hidden = torch.finfo(torch.float32).min
+    rows, tokens = at.shape
+    bias = torch.zeros(rows, 1, tokens, size)
+    seen = torch.arange(size)
+    total = int(at.max()) + 1
+    if mask is not None and mask.ndim == 4:
+        own = mask
+        if mask.dtype == torch.bool:
+            own = torch.zeros(mask.shape).masked_fill_(~mask, hidden)
+        bias[..., :total] = own.float().clamp(min=hidden)
+        bias[..., total:] = hidden
+        return bias
+    unseen = seen > at[..., None]
+    if window:
+        unseen |= seen <= at[..., None] - window
+    bias.masked_fill_(unseen[:, None], hidden)
+    if mask is not None:
+        bias[..., :total].masked_fill_(~mask.bool()[:, None, None, -total:], hidden)
+    return bias

@@ -399,6 +399,3 @@ BUILDERS: dict[str, Builder] = {
     "hunyuan_vl": _hunyuan_vl,
     "muse_glimmer": _muse_glimmer,
 }
-
-# Types that are refused, in words.
-REFUSED: dict[str, Builder] = {"qwen4_exp": _qwen4_exp, "granite_docling": _granite_docling}

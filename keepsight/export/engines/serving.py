@@ -48,11 +48,15 @@ class Binding:
         missing = [name for name in known[:4] if not isinstance(given.get(name), str)]
         if missing:
             raise InputError(
-                f"the configuration of the connector lacks {', '.join(missing)}; make its "
-                "configuration with "
+                f"the configuration of the connector lacks {', '.join(missing)}; make it with "
                 "keepsight.export.engines.connector_config(checkpoint, store)"
             )
         return cls(**given)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name is one of ours."""
+    return _NAMED.fullmatch(name) is not None
 
 
 class Serving:
@@ -62,12 +66,6 @@ class Serving:
         self._store, self._binding = store, binding
         self._held: MemoryCache[Package] = MemoryCache(HELD, lambda package: package.nbytes)
         self._logged: set[str] = set()
-        self.counts = {"given": 0, "absent": 0, "refused": 0}
-
-    @staticmethod
-    def ours(name: str) -> bool:
-        """Whether a name is one of ours."""
-        return _NAMED.fullmatch(name) is not None
 
     def find(self, name: str) -> Package | None:
         """The package under a name, if it may be given out."""
@@ -79,7 +77,6 @@ class Serving:
             return held
         found = self._store.get("package", match[1])
         if found is None:
-            self.counts["absent"] += 1
             return None
         try:
             package = Package.from_record(*found, where=f"the store's package {match[1]}")
@@ -87,7 +84,6 @@ class Serving:
         except FileError as error:
             why = str(error)
         if why:
-            self.counts["refused"] += 1
             self._tell(name, why)
             return None
         self._held.put("", name, package)
@@ -122,12 +118,10 @@ class Serving:
         if package is None:
             return None
         try:
-            found = engine_inputs.rows(package)
+            return engine_inputs.rows(package)
         except UnsupportedInput as error:
             self._tell(name, str(error))
             return None
-        self.counts["given"] += 1
-        return found
 
     def _tell(self, name: str, why: str) -> None:
         if name not in self._logged:

@@ -21,7 +21,7 @@ import torch
 
 from keepsight.errors import InputError, MissingExtra, WrongIdentity
 from keepsight.export.engines.checkpoint import checkpoint_digest
-from keepsight.export.engines.serving import Binding, Serving
+from keepsight.export.engines.serving import Binding, Serving, is_ours
 from keepsight.store import open_store
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Connector:
         Otherwise the engine would search for them in vain, or find them with another length.
         """
         for index, feature in enumerate(request.mm_features):
-            if not self.serving.ours(feature.identifier):
+            if not is_ours(feature.identifier):
                 continue
             # Features before the computed tokens are already in the KV cache.
             place = feature.mm_position

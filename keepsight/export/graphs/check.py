@@ -12,16 +12,20 @@ import torch
 from PIL import Image
 
 from keepsight.kinds import Message, Record
+from keepsight.models.loading import load_processor
+from keepsight.runtimes.load import load_model
+from keepsight.runtimes.manifest import Manifest
 from keepsight.stock.inputs import stock_inputs
-from keepsight.vlm import VLM, load
+from keepsight.vlm import VLM, wrap
 
 _SIZES = ((96, 96), (160, 96), (96, 224))
 _TOKENS = 4
 
 
-def deviation(vlm: VLM, folder: Path) -> Record:
+def deviation(vlm: VLM, folder: Path, manifest: Manifest) -> Record:
     """The deviation of features and logits, relative to their scale, and how many tokens agree."""
-    exported = load(str(folder), store="", remote="")
+    processor = load_processor(str(folder), None)
+    exported = wrap(load_model(folder, manifest), processor, store="", remote="")
     features, logits, same, count = 0.0, 0.0, 0, 0
     with exported:
         for images in _pictures():

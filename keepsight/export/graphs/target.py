@@ -18,98 +18,93 @@ from pathlib import Path
 from filelock import FileLock
 
 from keepsight.errors import InputError, KeepsightError
-from keepsight.runtimes.manifest import NAME
 from keepsight.system.places import check_new_folder, expanded
 
 _LOCK = "lock"
 _FULL = 2**20  # free bytes below which "no space" is the likely reason
 
 
-class ExportFolder:
-    """A folder that does not exist yet, or is empty."""
+@contextmanager
+def _named(path: object, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, KeepsightError):
+            raise
+        why = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{path} cannot be written: {why}; name another folder with --to"
+        ) from error
 
-    def __init__(self, to: str | Path) -> None:
-        try:
-            self.path = path = expanded(to).resolve()
-            check_new_folder(path)
-            if os.path.ismount(path):
-                raise InputError(f"{path} is where a disk is mounted; name a new folder below it")
-            if not os.access(self._there(), os.W_OK | os.X_OK):
-                raise PermissionError(13, "no right to write there")
-        except (OSError, RuntimeError) as error:  # circular links raise a RuntimeError
-            raise _unwritable(to, error) from error
-        self._prefix = f".{path.name}.exporting-"
 
-    def _there(self) -> Path:
-        """The nearest existing parent folder; the others are created when the work begins."""
-        above = next(path for path in self.path.parents if path.exists())
+def check_target(to: str | Path) -> Path:
+    """The path of a folder that does not exist yet, or is empty."""
+    with _named(to, (OSError, RuntimeError)):  # the second of circular links
+        path = expanded(to).resolve()
+        check_new_folder(path)
+        if os.path.ismount(path):
+            raise InputError(f"{path} is where a disk is mounted; name a new folder below it")
+        above = _above(path)
         if not above.is_dir():
             raise NotADirectoryError(20, "Not a directory")
-        return above
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no right to write there")
+    return path
 
-    def check_space(self, needed: int) -> None:
-        """Refuse if the disk has too few bytes left."""
-        free = shutil.disk_usage(self._there()).free
-        if free < needed:
-            raise InputError(
-                f"{self.path} needs about {size_text(needed)}, and {size_text(free)} are free "
-                "there; make room, or export to another disk"
-            )
 
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """An empty folder on the same disk, which is removed afterwards in any case."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            made = Path(tempfile.mkdtemp(dir=self.path.parent, prefix=self._prefix))
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+def _above(path: Path) -> Path:
+    """The nearest existing parent; the others are created when the work begins."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Refuse if the disk has too few bytes left."""
+    free = shutil.disk_usage(_above(path)).free
+    if free < needed:
+        raise InputError(
+            f"{path} needs about {size_text(needed)}, and {size_text(free)} are free there; make "
+            "room, or export to another disk"
+        )
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder on the same disk: it takes its place in the end, or is removed."""
+    prefix = f".{path.name}.exporting-"
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path.parent, prefix)
+        made = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
         try:
             with FileLock(made / _LOCK):
                 folder = made / "export"
                 folder.mkdir()
                 yield folder
-        except OSError as error:
-            if isinstance(error, KeepsightError):
-                raise
-            raise _unwritable(self.path, error) from error
+                mode = folder.stat().st_mode & 0o666
+                for file in folder.rglob("*"):
+                    if file.is_file():
+                        file.chmod(mode)  # some libraries write files for their owner alone
+                if path.exists():
+                    path.rmdir()
+                folder.rename(path)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
-    def take(self, folder: Path) -> None:
-        """Move a complete folder to its place."""
-        try:
-            # Some libraries write files that only their owner may read.
-            mode = (folder / NAME).stat().st_mode
-            for file in folder.rglob("*"):
-                if file.is_file():
-                    file.chmod(mode)
-            if self.path.exists():
-                self.path.rmdir()
-            folder.rename(self.path)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
-    def _remove_leftovers(self) -> None:
-        """Remove leftovers of killed processes."""
-        for path in self.path.parent.iterdir():
-            if path.name.startswith(self._prefix) and path.is_dir() and not path.is_symlink():
-                with suppress(OSError):  # also a Timeout: another process works there
-                    with FileLock(path / _LOCK, timeout=0):
-                        pass
-                    shutil.rmtree(path, ignore_errors=True)
+def _remove_leftovers(home: Path, prefix: str) -> None:
+    """Remove what killed processes left."""
+    for path in home.iterdir():
+        if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink():
+            with suppress(OSError):  # also a Timeout: another process works there
+                with FileLock(path / _LOCK, timeout=0):
+                    pass
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def check_room(folder: Path) -> None:
     """Report a full disk: libraries that fail for it seldom name it."""
     if shutil.disk_usage(folder).free < _FULL:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _unwritable(path: object, error: Exception) -> Exception:
-    why = getattr(error, "strerror", None) or error
-    return InputError(f"{path} cannot be written: {why}; name another folder with --to")
 
 
 def size_text(size: int) -> str:
