@@ -5,15 +5,23 @@ Run `python -m bench.decisions`. The picture has 1,024 tokens; the model is the 
 does the same work for each question, so a few of them are timed and the time is scaled to all; the
 result says how many. Cold is a memory that has seen nothing; warm has seen the picture. Seconds are
 the process's own, on one thread, so other work on the machine hardly changes them.
+
+With `--http` the same questions go to `keepsight serve` and to `transformers serve`, where that is
+installed (bench/rivals). These seconds are a client's: run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +30,8 @@ from transformers import DecisionConfig, DecisionPipeline
 
 import keepsight as ks
 from bench.frame import Record, Told, bench, model_of
+from bench.rivals import rivals
+from bench.servers import Contestant, Running, keepsight_server
 from keepsight.bench.frame import cells
 from keepsight.bench.workloads import Pictures, user
 from keepsight.kinds import Message
@@ -38,6 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scores", type=int, default=1000)
     parser.add_argument("--sample", type=int, default=4, help="questions that stock is timed on")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--http", action="store_true", help="also from server to server")
 
 
 def measure(options: argparse.Namespace) -> Record:
@@ -48,10 +59,10 @@ def measure(options: argparse.Namespace) -> Record:
     processor = loading.load_processor(path, None)
     paths = [Pictures(options.folder).path(number, SIDE, SIDE) for number in (1, 2)]
     given = [(model, processor, Image.open(path).convert("RGB"), options) for path in paths]
-    return {
-        "clock": "CPU seconds of the process",
-        "rows": [_decisions(*given[0]), _scores(*given[1])],
-    }
+    rows = [_decisions(*given[0]), _scores(*given[1])]
+    if options.http:
+        rows += _over_http(Path(path), paths[0], _labels(processor), options)
+    return {"clock": "CPU seconds of the process; over HTTP a client's seconds", "rows": rows}
 
 
 def _seconds(work: Callable[[], T]) -> tuple[T, float]:
@@ -112,6 +123,46 @@ def _decisions(
         "towers": ran,
         "computed_tokens_warm": warm.report.computed_tokens,
     }
+
+
+def _over_http(
+    model: Path, picture: str, labels: list[str], options: argparse.Namespace
+) -> Iterator[Record]:
+    """The same questions from a client, on each server by itself."""
+    data = base64.b64encode(Path(picture).read_bytes()).decode()
+    asset = {"type": "image", "format": "png", "data_base64": data}
+    about: Record = {"model": str(model), "state": "<p>", "assets": {"<p>": asset}}
+    count, few = options.decisions, min(options.sample, options.decisions)
+    there, _ = rivals(options.dtype, options.threads)
+    for rival in [one for one in there if one.name == "transformers serve"]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / "decision.json"
+            config.write_text(json.dumps({"labels": {"noul": labels}}))
+            theirs, slow = _heard(rival, model, config, {**about, "questions": _asked(0, few)})
+            own = keepsight_server(options.dtype, options.threads)
+            ours, quick = _heard(own, model, config, {**about, "questions": _asked(0, count)})
+        names = [f"q{number}" for number in range(few)]
+        whole = slow * count / few
+        yield {
+            "name": f"{count} decisions over HTTP, {rival.name}",
+            "stock_seconds": round(whole, 2),
+            "stock_timed_on": few,
+            "cold_seconds": round(quick, 3),
+            "times_cold": round(whole / quick, 1),
+            "worst_difference": max(abs(theirs[n]["noul"] - ours[n]["noul"]) for n in names),
+        }
+
+
+def _heard(one: Contestant, model: Path, config: Path, asked: Record) -> tuple[Record, float]:
+    """The answers of a server that has seen nothing, and a client's seconds."""
+    words = ["--decision-config", str(config)]
+    told = replace(one, command=lambda model, port: [*one.command(model, port), *words])
+    warm_up = {**asked, "state": "x", "assets": {}, "questions": _asked(0, 1)}
+    with Running(told, model) as server:
+        server.post("/v1/systemone", warm_up)
+        begun = perf_counter()
+        found = server.post("/v1/systemone", asked)
+        return found.get("answers", found), perf_counter() - begun
 
 
 def _scores(

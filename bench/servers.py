@@ -166,11 +166,18 @@ class Running:
             heard.tokens, heard.prompt = usage["completion_tokens"], usage["prompt_tokens"]
             heard.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
+    def post(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        with self._request("POST", path, json.dumps(asked).encode()) as response:
+            told = response.read()
+            if response.status != 200:
+                raise self.failed(told[:600].decode())
+        found: dict[str, Any] = json.loads(told)
+        return found
+
     def forget(self) -> None:
         """Empty the memory of Keepsight's server."""
-        with self._request("POST", "/v1/cache/reset", b"{}") as response:
-            if response.status != 200:
-                raise self.failed("the memory was not emptied")
+        self.post("/v1/cache/reset", {})
 
 
 def threads_of(count: int) -> dict[str, str]:
