@@ -22,6 +22,7 @@ from keepsight.bench.frame import machine
 
 # Benchmarks whose results, in the folder of their name, have a part on the page.
 OTHERS = {
+    "decisions": "Decisions and scores",
     "exporting": "Exported models",
     "mlx": "Beside mlx-vlm",
     "serving": "Servers",
@@ -49,8 +50,8 @@ words mean, is in [bench/README.md](../bench/README.md).
 - **tokens**: whether the greedy tokens equal stock's. In bfloat16 that is not promised; there,
   *warm = cold bit for bit* is the guard.
 
-The tables follow, one part for each run of a benchmark: Keepsight beside stock Transformers, then
-exports, MLX, servers beside llama-server, vLLM and OpenVINO, forms of answers, and chats at once.
+The parts: Keepsight beside stock Transformers, then decisions, exports, MLX, servers beside
+llama-server, vLLM and OpenVINO, forms of answers, and chats at once. Each opens to its tables.
 """
 NOTHING_YET = (
     "Nothing was measured beside mlx-vlm yet. `python -m bench.mlx --out "
@@ -65,9 +66,8 @@ def page(results: Results, others: dict[str, Results]) -> str:
     for name, result in results.items():
         parts += _head(f"## {name.removesuffix('.json')}", result)
         for run in result["runs"]:
-            parts.append(f"### {tables.title(run)}\n")
-            parts += [f"**{warning}**\n" for warning in tables.warnings(run)]
-            parts += _markdown(tables.tables(run))
+            warnings = [f"**{warning}**\n" for warning in tables.warnings(run)]
+            parts += _folded(tables.title(run), [*warnings, *_markdown(tables.tables(run))])
     for name, found in others.items():
         for result in found.values():
             parts += _other(name, result)
@@ -81,7 +81,13 @@ def _head(title: str, result: Record) -> list[str]:
 def _other(name: str, result: Record, mark: str = "##") -> list[str]:
     shape = " ".join(str(result.get(field, "")) for field in ("shape", "size", "dtype"))
     title = f"{mark} {OTHERS[name]}: {' '.join(shape.split())}"
-    return [*_head(title, result), *_markdown(import_module(f"bench.{name}").tables(result))]
+    told = _markdown(import_module(f"bench.{name}").tables(result))
+    return [*_head(title, result), *(_folded("Tables", told) if mark == "##" else told)]
+
+
+def _folded(title: str, parts: list[str]) -> list[str]:
+    """What a reader opens; `markdown` is for the site."""
+    return [f"<details markdown><summary>{title}</summary>\n", *parts, "</details>\n"]
 
 
 def _markdown(told: Iterable[Told]) -> list[str]:
