@@ -167,12 +167,12 @@ class Shell:
         if not line.startswith("/"):
             return False
         word = line[1:].split(" ")[0]
-        known = (*self.commands, "fork", "exit", "quit")
+        known = (*self.commands, "exit", "quit")
         return word in known or not ("/" in word or Path("/", word).exists())
 
     def _command(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
-        known = self.commands | {"fork": self.do_branch}  # the old name
+        known = self.commands
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "exit"], n=1)
             hint = f"did you mean /{near[0]}?" if near else "/help"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from keepsight.cli.options import Json, Named, Revision, SomeModel, one_model, option
-from keepsight.cli.terminal import console, facts, json_line, plain
+from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError
 from keepsight.kinds import Options
 from keepsight.system.places import check_new_folder, expanded
@@ -64,7 +64,7 @@ def export(
     if as_json:
         json_line(made)
         return
-    console().print(facts(show.summary(made)))
+    console().print(show.render(made))
     console().print(f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}", soft_wrap=True)
 
 

@@ -353,25 +353,17 @@ def load(
             options["tell"] = lambda line: typer.echo(line, err=True)
         vlm = ks.load(model, store=store or "", remote=remote or "", **options)
     if options.get("dtype") == "auto" and sys.stderr.isatty():
-        _warn_of_slow_dtype(vlm)
+        from keepsight.core.kernels.linear import has_bfloat16  # start-up time
+
+        it = vlm.model
+        halves = str(it.dtype) == "torch.bfloat16" and it.device.type == "cpu"
+        if halves and not has_bfloat16() and it.num_parameters() >= _LARGE:
+            typer.echo(
+                "this CPU has no instructions for bfloat16: prompts and pictures are several times "
+                "faster with --dtype float32, which takes twice the memory",
+                err=True,
+            )
     return vlm
-
-
-def _warn_of_slow_dtype(vlm: VLM) -> None:
-    """Warn if this CPU would run a large model several times slower than necessary."""
-    import torch
-
-    from keepsight.core.kernels.linear import has_bfloat16  # start-up time
-
-    model = vlm.model
-    if model.dtype != torch.bfloat16 or model.device.type != "cpu" or has_bfloat16():
-        return
-    if model.num_parameters() >= _LARGE:
-        typer.echo(
-            "this CPU has no instructions for bfloat16: prompts and pictures are several times "
-            "faster with --dtype float32, which takes twice the memory",
-            err=True,
-        )
 
 
 def pixel_limits(model: str, least: int | None, most: int | None) -> Options | None:
