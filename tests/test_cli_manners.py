@@ -176,32 +176,6 @@ def test_a_shell_completes_the_commands(monkeypatch: pytest.MonkeyPatch) -> None
     assert "_KEEPSIGHT_COMPLETE=complete_bash" in result.output
 
 
-def test_what_is_pinned_is_removed_only_when_somebody_says_so(tmp_path: Path) -> None:
-    with ks.load("demo", store=tmp_path) as vlm:
-        vlm.encode(Image.new("RGB", (64, 64)))
-        vlm.encode(Image.new("RGB", (64, 96)))
-        vlm.flush()
-    lines = said("cache", "list", "--all", "--store", str(tmp_path), "--json")[1].splitlines()
-    listed = [json.loads(line) for line in lines]
-    pinned, other = (e["key"] for e in listed if e["kind"] == "package")
-    assert said("cache", "pin", pinned, "--store", str(tmp_path))[0] == 0
-    code, text = said("cache", "delete", pinned, "--store", str(tmp_path))
-    assert code == 1
-    assert f"package/{pinned[:16]}: pinned. Remove all the same?" in text
-    assert said("cache", "explain", pinned, "--store", str(tmp_path))[0] == 0
-    assert said("cache", "delete", other, "--store", str(tmp_path))[0] == 0
-    assert said("cache", "delete", pinned, "--yes", "--store", str(tmp_path))[0] == 0
-    assert said("cache", "explain", pinned, "--store", str(tmp_path))[0] == 2
-
-
-def test_a_store_is_shown_as_its_statistics(tmp_path: Path) -> None:
-    with ks.load("demo", store=tmp_path) as vlm:
-        vlm.encode(Image.new("RGB", (64, 64)))
-        vlm.flush()
-    assert "package" in said("show", str(tmp_path))[1]
-    assert json.loads(said("show", str(tmp_path), "--json")[1])["entries"] > 0
-
-
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         Image.new("RGB", (64, 64 + 32 * number)).save(tmp_path / f"{number}.png")
