@@ -15,12 +15,12 @@ import typer
 from keepsight import __version__
 from keepsight.cli import ask, cache, decide, encode, export, families, plan, serve
 from keepsight.cli.options import (
+    IMAGES,
+    JSON,
+    REPORT,
     Decoding,
-    Images,
-    Json,
     Named,
     Remembering,
-    ShowReport,
     Stored,
     check_how,
     check_images,
@@ -56,10 +56,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool,
-        option("Print the version and exit.", "--version", is_eager=True, callback=_version),
-    ] = False,
+    version: bool = option(
+        "Print the version and exit.", "--version", is_eager=True, callback=_version, default=False
+    ),
 ) -> None:
     pass
 
@@ -69,13 +68,11 @@ _ASKING, _LOOKING = "Ask", "Prepare and look"
 
 @app.command(rich_help_panel=_ASKING)
 def demo(
-    out: Annotated[
-        Path, option("Folder for its files; if it has others, demo-out in it is taken.")
-    ] = Path("demo-out"),
-    seed: Annotated[int, option("Seed of the pictures.", min=0)] = 1,
-    save: Annotated[
-        Path | None, option("Also write the tour to this file, as one HTML page.")
-    ] = None,
+    out: Path = option(
+        "Folder for its files; if it has others, demo-out in it is taken.", default=Path("demo-out")
+    ),
+    seed: int = option("Seed of the pictures.", min=0, default=1),
+    save: Path | None = option("Also write the tour to this file, as one HTML page."),
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
     if expanded(out).is_file():
@@ -97,9 +94,9 @@ def chat(
     model: Remembering,
     decoding: Decoding,
     named: Named = None,
-    image: Images = None,
-    as_json: Json = False,
-    report: ShowReport = False,
+    image: list[str] | None = IMAGES,
+    as_json: bool = JSON,
+    report: bool = REPORT,
 ) -> None:
     """Hold a conversation; /help lists its commands."""
     options = decoding.options()
@@ -128,7 +125,7 @@ def show(
     file: Annotated[
         Path, typer.Argument(help="A .sight or .keep file, an exported model's folder, a store.")
     ],
-    as_json: Json = False,
+    as_json: bool = JSON,
 ) -> None:
     """Describe a package, a saved session or an export, and check it for damage; for a store, print
     what `keepsight cache stats` prints."""
@@ -151,9 +148,9 @@ def show(
 def verify(
     model: Stored,
     named: Named = None,
-    image: Images = None,
-    prompt: Annotated[str, option("The question.", "--prompt", "-p")] = "Describe the picture.",
-    as_json: Json = False,
+    image: list[str] | None = IMAGES,
+    prompt: str = option("The question.", "--prompt", "-p", default="Describe the picture."),
+    as_json: bool = JSON,
 ) -> None:
     """Compare warm answers with cold ones and stock Transformers, on your own model and images."""
     check_images(image or [])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from keepsight.cli.options import Json, grouped, option
+from keepsight.cli.options import JSON, grouped, option
 from keepsight.cli.terminal import age_text, console, facts, json_line, plain, table
 from keepsight.errors import FileError, InputError, StoreError
 from keepsight.kinds import Record
@@ -36,7 +36,7 @@ Named = Annotated[
         help="A picture's file or key, or KIND/KEY of any entry; a start of a key is enough.",
     ),
 ]
-Yes = Annotated[bool, option("Do not ask for confirmation.", "--yes", "-y")]
+YES = option("Do not ask for confirmation.", "--yes", "-y", default=False)
 _TENANTS = 20  # largest entries in a table
 _SHOWN = 5  # largest and most used entries, dependents of an entry, files of an entry
 _WHAT = {
@@ -55,17 +55,16 @@ class Where:
     """Which store a command is about, and whose part of it."""
 
     panel: ClassVar[str] = "Store"
-    store: Annotated[
-        str,
-        option("The store: a folder or an address.", envvar="KEEPSIGHT_STORE", show_default=False),
-    ] = ""
-    tenant: Annotated[
-        str | None,
-        option(
-            "Only what belongs to this tenant: its name, or the first 8 or more characters of its "
-            "digest. Without it: all tenants."
-        ),
-    ] = None
+    store: str = option(
+        "The store: a folder or an address.",
+        envvar="KEEPSIGHT_STORE",
+        show_default=False,
+        default="",
+    )
+    tenant: str | None = option(
+        "Only what belongs to this tenant: its name, or the first 8 or more characters of its "
+        "digest. Without it: all tenants."
+    )
 
     def open(self) -> Look:
         """Open it."""
@@ -247,7 +246,7 @@ def _ago(when: float) -> str:
 
 @app.command()
 @grouped
-def stats(where: Where, as_json: Json = False) -> None:
+def stats(where: Where, as_json: bool = JSON) -> None:
     """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
     used entries. Tenants are named by digests: a store does not know their names."""
     look, out = where.open(), console()
@@ -301,11 +300,9 @@ _OF_ENTRIES = ("kind", "key", "tenant", "size", "age", "uses", "about")
 @grouped
 def list_entries(
     where: Where,
-    every: Annotated[bool, option("List every entry instead.", "--all")] = False,
-    kind: Annotated[
-        str | None, option("List the entries of this kind instead, such as package.")
-    ] = None,
-    as_json: Json = False,
+    every: bool = option("List every entry instead.", "--all", default=False),
+    kind: str | None = option("List the entries of this kind instead, such as package."),
+    as_json: bool = JSON,
 ) -> None:
     """List the pictures: the files that they came from, their keys, and the size, the tokens, the
     last use and the place of their features. `delete`, `explain` and `pin` take these names."""
@@ -353,7 +350,7 @@ def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
 
 @app.command()
 @grouped
-def explain(where: Where, entry: Named, as_json: Json = False) -> None:
+def explain(where: Where, entry: Named, as_json: bool = JSON) -> None:
     """Show what an entry is, what it depends on, what depends on it, its cost, and its eviction."""
     look, it = where.find(entry)
     others = [other for other in look.entries if other.tenant == it.tenant]
@@ -419,7 +416,7 @@ def _pin(where: Where, named: str, pinned: bool) -> None:
 
 @app.command()
 @grouped
-def delete(where: Where, entry: Named, yes: Yes = False) -> None:
+def delete(where: Where, entry: Named, yes: bool = YES) -> None:
     """Remove all that was made of a picture, or an entry and all that depends on it; from every
     tier. Asks first if anything of it is pinned."""
     meant = _Name(entry)
@@ -444,7 +441,7 @@ def delete(where: Where, entry: Named, yes: Yes = False) -> None:
 
 @app.command()
 @grouped
-def clear(where: Where, yes: Yes = False) -> None:
+def clear(where: Where, yes: bool = YES) -> None:
     """Remove every entry, of every tenant or of one; asks first."""
     store = where.open().store
     if not yes:
@@ -460,7 +457,7 @@ def clear(where: Where, yes: Yes = False) -> None:
 @grouped
 def gc(
     where: Where,
-    budget: Annotated[str, option("Bytes that may stay, for example 2GiB.")],
+    budget: str = option("Bytes that may stay, for example 2GiB.", default=...),
 ) -> None:
     """Remove the least recently used entries until the rest fits, of all tenants or of one."""
     store = where.open().store
@@ -472,8 +469,8 @@ def gc(
 @grouped
 def check(
     where: Where,
-    repair: Annotated[bool, option("Repair what is wrong.", "--repair")] = False,
-    as_json: Json = False,
+    repair: bool = option("Repair what is wrong.", "--repair", default=False),
+    as_json: bool = JSON,
 ) -> None:
     """Read every entry in full, and name what is wrong; exit code 1 if anything is left wrong."""
     store = where.open().store

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepsight.cli.options import Json
+from keepsight.cli.options import JSON
 from keepsight.cli.terminal import console, facts, json_line, loading_line, table
 from keepsight.errors import InputError
 
@@ -33,7 +33,7 @@ def families(
             metavar="TYPE", help="One model type, such as qwen3_vl.", show_default=False
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: bool = JSON,
 ) -> None:
     """List the model types that Keepsight serves exactly, or tell about one of them."""
     with loading_line("PyTorch"):
