@@ -23,7 +23,6 @@ FILES = {
     "notes.sight": "a note",
     "no.sight": "no package",
     "bad.png": "not an image",
-    "packs/x.sight": "{}",
     "model/README": "",
     "text/config.json": '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}',
     "bert/config.json": '{"model_type": "bert", "architectures": ["BertForMaskedLM"], '
@@ -138,12 +137,10 @@ show nope.sight                           | nope.sight: cannot be read: No such 
 show p.png                                | not a Keepsight file
 show .                                    | neither a store nor an export
 show text                                 | what a model takes: keepsight plan text
-show packs                                | one of its files: keepsight show packs/x.sight
 show ~nobody-here/p.sight                 | no home folder that ~ stands for
 demo --out p.png                          | --out p.png cannot be written: it is a file
-demo --save notes.txt                     | a file of that name is there
-demo --save packs                         | it is a folder; name a file
-demo --save none/x.html                   | there is no folder
+demo --save notes.txt                     | --save notes.txt cannot be written; name a new file
+demo --save none/x.html                   | --save none/x.html cannot be written
 encode none --to s                        | none: there is no such file or folder
 encode none.png                           | --to
 encode p.png --to p.png                   | p.png cannot be a store: it is a file

@@ -25,7 +25,6 @@ from keepsight.cli.options import (
     check_how,
     check_images,
     check_model,
-    check_page,
     check_shown,
     grouped,
     option,
@@ -77,8 +76,8 @@ def demo(
     """See a vision-language model remember pictures; no network, under two minutes."""
     if expanded(out).is_file():
         raise InputError(f"--out {out} cannot be written: it is a file; name a folder")
-    if save is not None:
-        check_page(save)
+    if save is not None and (save.exists() or not expanded(save).parent.is_dir()):
+        raise InputError(f"--save {save} cannot be written; name a new file in a folder")
     import keepsight.cli.tour as tour
 
     tour.run(console(), out, seed, save)

@@ -34,7 +34,6 @@ from keepsight.system import private_files
 from keepsight.system.places import check_store_writable, expanded
 from keepsight.system.words import check_codec, check_dpi, parse_shard
 
-_MOST_SUFFIXES = 5  # kinds of left-out files that a line names
 _OTHER = re.compile(r".*\.(md|rst|html?|xml|svg|json|ipynb|py|docx?|xlsx?|pptx?)", re.I | re.S)
 _SOURCES = (
     "Images, folders, globs, lists (.txt, .csv, .jsonl), PDFs, videos, Parquet and Arrow files, "
@@ -177,17 +176,14 @@ def _check_sources(sources: list[str]) -> None:
 
 def _say_left_out(places: list[str], each: bool) -> None:
     """One line about files that are no images, by suffix; one line each if requested."""
-    if not places:
-        return
-    counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
-    kinds = [f"{count} {suffix}" for suffix, count in counts.most_common(_MOST_SUFFIXES)]
-    more = ", ..." if len(counts) > _MOST_SUFFIXES else ""
-    many = "file of another kind" if len(places) == 1 else "files of other kinds"
-    hint = "" if each else "; -v lists them"
-    err = console(stderr=True)
-    err.print(plain(f"{len(places)} {many} left out: {', '.join(kinds)}{more}{hint}"))
-    for place in places if each else ():
-        err.print(plain(f"left out: {place}"), style="dim")
+    if places:
+        counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+        hint = "" if each else "; -v lists them"
+        err = console(stderr=True)
+        err.print(plain(f"{len(places)} files of other kinds left out: {kinds}{hint}"))
+        for place in places if each else ():
+            err.print(plain(f"left out: {place}"), style="dim")
 
 
 def _error_log(path: Path) -> IO[str]:

@@ -410,40 +410,17 @@ def check_images(names: Iterable[str]) -> None:
             pictures.size_of(data, name)
 
 
-_HEADER = 8  # bytes with the record's length, before its first brace
-
-
 def check_shown(path: Path) -> None:
     """Accept files that may be ours or an export; reading shows whether they are intact."""
     try:
         if not path.is_dir():
             with path.open("rb") as file:
-                start = file.read(_HEADER + 1)
-            if len(start) <= _HEADER or start[_HEADER:] != b"{":
-                raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
+                if file.read(9)[8:] != b"{":  # behind the record's length
+                    raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
         elif not any((path / part).exists() for part in (MANIFEST, "graphs")):
-            hint = "name a .sight or .keep file"
-            if found := sorted([*path.glob("*.sight"), *path.glob("*.keep")]):
-                hint = f"one of its files: keepsight show {found[0]}"
-            if (path / "config.json").is_file():
-                hint = f"what a model takes: keepsight plan {path}"
-            raise InputError(f"{path} is neither a store nor an export; {hint}")
+            raise InputError(
+                f"{path} is neither a store nor an export; name a .sight or .keep file in it, or "
+                f"see what a model takes: keepsight plan {path}"
+            )
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-PAGE_TITLE = "<title>Keepsight: look once, remember</title>"  # by which a page of ours is known
-
-
-def check_page(path: Path) -> None:
-    """Before the tour, refuse a page that cannot be written, or an existing foreign file."""
-    path = expanded(path)
-    why = ""
-    if path.is_dir():
-        why = "it is a folder; name a file such as tour.html"
-    elif not path.parent.is_dir():
-        why = f"there is no folder {path.parent}; name a file such as tour.html"
-    elif path.exists() and PAGE_TITLE.encode() not in path.read_bytes():
-        why = "a file of that name is there; name a new one"
-    if why:
-        raise InputError(f"--save {path}: {why}")
