@@ -177,8 +177,6 @@ cache stats                               | which store?
 cache stats --store nowhere               | no such folder
 cache list --store notes.txt              | notes.txt cannot be a store: it is a file
 cache list --store ~nobody-here/s         | no home folder that ~ stands for
-cache delete package/nope --store shut    | 'package/nope' names no entry
-cache pin package/0x12 --store shut       | 'package/0x12' names no entry
 bench --typo                              | --typo
 bench --workload W2                       | W2
 bench demo-hybird                         | did you mean demo-hybrid?
@@ -255,6 +253,8 @@ encode t.parquet --to s                             | no column 'image'
 cache list --store . --kind cats                    | --kind cats
 cache gc --store . --budget many                    | 'many' is not a size
 cache explain abc --store .                         | no such entry
+cache delete package/nope --store .                 | no such entry
+cache pin package/0x12 --store .                    | no such entry
 families qwen9_vl                                   | did you mean qwen3_vl or
 families zzz                                        | 'zzz' is not listed; keepsight families
 """

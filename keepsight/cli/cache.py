@@ -6,7 +6,6 @@ because this table is loaded for every `--help`.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,49 +76,6 @@ class Where:
         from keepsight.store.tenants import AllTenants
 
         return Look(AllTenants(open_store(self.store), self.tenant))
-
-    def find(self, named: str) -> tuple[Look, Entry]:
-        """Open it, and find the one entry of a name; a picture's name means its features."""
-        meant = _Name(named)
-        look = self.open()
-        found = dict.fromkeys(e for _, of in look.meant(meant) for e in of if meant.may_be(e))
-        if len(found) != 1:
-            raise meant.unclear([_spelled(entry) for entry in found])
-        return look, next(iter(found))
-
-
-class _Name:
-    """What somebody calls an entry or a picture; an impossible name is refused."""
-
-    def __init__(self, said: str) -> None:
-        self.said = said
-        self.kind, slash, key = said.rpartition("/")
-        self.key = key if re.fullmatch("[0-9a-f]{1,64}", key) else ""
-        if not said or (slash and not self.key):
-            raise InputError(
-                f"{said!r} names no entry; KEY of KIND/KEY is up to 64 digits of 0-9 and a-f; "
-                "`keepsight cache list --all` shows all"
-            )
-
-    def is_start_of(self, kind: str, key: str) -> bool:
-        return bool(self.key) and key.startswith(self.key) and self.kind in ("", kind)
-
-    def may_be(self, entry: Entry) -> bool:
-        """Whether one entry is meant by it; of what was made of a picture, that is its features."""
-        return entry.kind == "package" or self.is_start_of(entry.kind, entry.key)
-
-    def unclear(self, names: list[str]) -> InputError:
-        """Why it is refused if it refers to none or to several."""
-        if not names:
-            return InputError(
-                f"{self.said}: the store has no such entry; `keepsight cache list` shows the "
-                "pictures, and with --all everything"
-            )
-        shown = ", ".join(names[:_SHOWN])
-        return InputError(
-            f"{self.said} may be any of {len(names)}: {shown}; write more of a key, or name a "
-            "--tenant"
-        )
 
 
 class Look:
@@ -216,16 +172,37 @@ class Look:
             "where": list(dict.fromkeys(tier for tier in tiers if tier is not None)),
         }
 
-    def meant(self, name: _Name) -> list[tuple[str, list[Entry]]]:
+    def meant(self, named: str) -> list[tuple[str, list[Entry]]]:
         """What a name may refer to: pictures by their keys, with all that was made of them, and
         entries without a key."""
         found: dict[str, list[Entry]] = {}
-        for (tenant, key), of in self.pictures.items():
-            is_file = name.said in map(plain, self.files.get((tenant, key), ()))
-            if is_file or (not name.kind and name.is_start_of("", key)):
-                found.setdefault(key, []).extend(of)
-        entries = [e for e in self.entries if name.is_start_of(e.kind, e.key)]
+        for image, of in self.pictures.items():
+            if named in map(plain, self.files.get(image, ())) or image[1].startswith(named):
+                found.setdefault(image[1], []).extend(of)
+        kind, _, key = named.rpartition("/")
+        entries = [e for e in self.entries if e.key.startswith(key) and kind in ("", e.kind)]
         return [*found.items(), *(("", [entry]) for entry in entries)]
+
+    def find(self, named: str) -> Entry:
+        """The one entry of a name; that of a picture is its features."""
+        meant = self.meant(named)
+        found = {e: None for key, of in meant for e in of if not key or e.kind == "package"}
+        if len(found) != 1:
+            raise _unclear(named, [_spelled(entry) for entry in found])
+        return next(iter(found))
+
+
+def _unclear(named: str, names: list[str]) -> InputError:
+    """Why a name is refused that refers to none or to several."""
+    if not names:
+        return InputError(
+            f"{named}: the store has no such entry; `keepsight cache list` shows the pictures, and "
+            "with --all everything"
+        )
+    shown = ", ".join(names[:_SHOWN])
+    return InputError(
+        f"{named} may be any of {len(names)}: {shown}; write more of a key, or name a --tenant"
+    )
 
 
 def _short(tenant: str) -> str:
@@ -352,7 +329,8 @@ def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
 @grouped
 def explain(where: Where, entry: Named, as_json: bool = JSON) -> None:
     """Show what an entry is, what it depends on, what depends on it, its cost, and its eviction."""
-    look, it = where.find(entry)
+    look = where.open()
+    it = look.find(entry)
     others = [other for other in look.entries if other.tenant == it.tenant]
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.used < it.used and not e.pinned for e in others)
@@ -408,7 +386,8 @@ def unpin(where: Where, entry: Named) -> None:
 
 
 def _pin(where: Where, named: str, pinned: bool) -> None:
-    look, it = where.find(named)
+    look = where.open()
+    it = look.find(named)
     if not look.store.view(it).pin(it.kind, it.key, pinned):
         raise InputError(f"{it.kind}/{it.key} is gone")
     console().print(f"{it.kind}/{it.key} is {'pinned' if pinned else 'no longer pinned'}")
@@ -419,12 +398,11 @@ def _pin(where: Where, named: str, pinned: bool) -> None:
 def delete(where: Where, entry: Named, yes: bool = YES) -> None:
     """Remove all that was made of a picture, or an entry and all that depends on it; from every
     tier. Asks first if anything of it is pinned."""
-    meant = _Name(entry)
     look = where.open()
-    found = look.meant(meant)
+    found = look.meant(entry)
     if len(found) != 1:
         names = [f"picture {key[:16]}" if key else _spelled(of[0]) for key, of in found]
-        raise meant.unclear(names)
+        raise _unclear(entry, names)
     ((key, going),) = found
     it = going[0]
     if not key:
