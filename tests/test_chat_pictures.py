@@ -76,41 +76,49 @@ def test_folders_and_documents_are_several_pictures(folder: Path) -> None:
 
 
 def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
-    lines = ["/retry", "/edit 1 x", f"{folder}/a.png", "'two words/b.png'", "/images", "/images 2"]
-    lines += ["/images 7", "/images remove 7", "/images remove"]
-    lines += [
-        "'two words/b.png'",
-        "/images remove 2",
-        "Describe the picture.",
-        "/retry",
-        "Where is the shape in the picture?",
-    ]
-    lines += ["/edit 1 What color is the shape in the picture?", "/edit", "/images", "/imags"]
-    lines += ["How many pictures are in 'two words/b.png'?"]
+    """And goes on after whatever cannot be done."""
+    typed = {  # what is typed, and what is said then
+        "/retry": "error: /retry: there is no question yet",
+        "/edit 1 x": "error: /edit: there is no question yet",
+        "/image bad.png": "error: bad.png is not an image",
+        "/image nope.png": "error: nope.png: no image can be read there",
+        "/image": "error: /image wants a path",
+        "/report": "error: there is no answer to report on yet",
+        "/report x": "error: /report takes no argument",
+        "/load nope.keep": "nope.keep",
+        "/save": "error: /save needs a file name",
+        f"{folder}/a.png": "a.png: 9 tokens, waits for your next question",
+        "'two words/b.png'": "b.png: 9 tokens, waits",
+        "/images": "2  two words/b.png: 9 tokens",
+        "/images 2": "removed two words/b.png",
+        "/images 7": "error: /images 7: expected a picture from 1 to 1",
+        "/images remove": "error: /images remove: which? write /images N, or /images all",
+        "Describe the picture.": "DESCRIBED",
+        "/retry ": "DESCRIBED",
+        "Where is the shape in the picture?": "tokens reused",
+        "/edit 1 What color is the shape in the picture?": "COLOR",
+        "/edit": "error: /edit wants the new question",
+        "/images ": "no picture waits",
+        "/imags": "error: no command /imags; did you mean /images?",
+        "How many pictures are in 'two words/b.png'?": "b.png: 9 tokens, goes with this question",
+        "/help": "/exit           the end",
+    }
+    Path("bad.png").write_bytes(b"not an image")
     with ks.load("demo") as vlm:
-        answer = vlm.ask("a.png", "Describe the picture.").text
-        color = vlm.ask("a.png", "What color is the shape in the picture?").text
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["chat"], input="\n".join(lines))
-    assert result.exit_code == 0, result.output
-    said = result.stdout
-    for words in (
-        "error: /retry: there is no question yet",
-        "error: /edit: there is no question yet",
-        "1  " + f"{folder}/a.png: 9 tokens",
-        "2  two words/b.png: 9 tokens",
-        "removed two words/b.png",
-        "a.png: 9 tokens, waits for your next question",
-        "b.png: 9 tokens, goes with this question",
-        "error: /images 7: expected a picture from 1 to 1",
-        "error: /images remove: which? write /images N, or /images all",
-        "error: /edit wants the new question",
-        "no picture waits",
-        "error: no command /imags; did you mean /images?",
-    ):
-        assert words in said
-    assert said.count("removed two words/b.png") == 2
-    assert said.count(answer) == 2
-    assert color in said.split("/edit 1 What")[1]
+        answers = {
+            "DESCRIBED": vlm.ask("a.png", "Describe the picture.").text,
+            "COLOR": vlm.ask("a.png", "What color is the shape in the picture?").text,
+        }
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["chat"], input="\n".join([*typed, "/exit", "never said"])
+    )
+    assert result.exit_code == 0 and "never said" not in result.stdout, result.output
+    rest = "\n" + result.stdout
+    for line, told in typed.items():
+        _, found, rest = rest.partition(f"\n> {line.strip()}\n")
+        assert found and answers.get(told, told) in rest.partition("\n> ")[0], line
+    listed = [line for line in rest.splitlines() if line.startswith("/")]
+    assert len(listed) == 11 and max(map(len, listed)) <= 80
 
 
 def test_thumbnails_are_drawn_as_the_terminal_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from test_cli import folder, last_json, refused, run
+from test_cli import folder, last_json, run
 
 import keepsight as ks
 
@@ -53,19 +52,6 @@ def test_decide_with_placeholders_and_a_whole_request(folder: Path) -> None:
     as_is = last_json(run("decide", *words).stdout)["answers"]["red"]["noul"]
     turned = last_json(run("decide", *words, "--decision-config", "own.json").stdout)
     assert turned["answers"]["red"]["noul"] != as_is
-
-
-def test_what_cannot_be_decided_is_named(folder: Path) -> None:
-    write("q.json", QUESTIONS)
-    write("none.json", "[1]")
-    write("bad.json", "{")
-    write("essay.json", {"q": {"type": "essay"}})
-    assert "--questions FILE" in refused("decide", "a.png")
-    assert "none.json" in refused("decide", "-q", "none.json")
-    assert "not JSON" in refused("decide", "-q", "bad.json")
-    assert "missing.json" in refused("decide", "-q", "missing.json")
-    assert "nope.png" in refused("decide", "nope.png", "-q", "q.json")
-    assert "essay" in run("decide", "a.png", "-q", "essay.json", code=2).stderr
 
 
 # -- many questions ------------------------------------------------------------------------------
@@ -118,32 +104,3 @@ def test_a_line_that_fails_is_written_and_asked_again(folder: Path) -> None:
     assert found[1]["error"].startswith("ImageError: ") and "text" in found[2]
     Path("b.png").replace("bad.png")
     assert "1 answered, 0 failed" in run(*words).stdout
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("", "no questions"),
-        ("x", "line 1: not JSON"),
-        ('{"q": 1}', "line 1: expected"),
-        ('{"question": "a", "images": [3]}', "line 1: images"),
-        ('{"question": "a", "id": [1]}', "line 1: the id"),
-        ('{"question": "a", "id": 1}\n{"question": "b", "id": 1}', "line 2: the id 1"),
-    ],
-)
-def test_a_bad_batch_is_named_by_its_line(folder: Path, given: str, said: str) -> None:
-    write("in.jsonl", given)
-    assert said in refused("ask", "--batch", "in.jsonl", "--out", "out.jsonl")
-    assert not Path("out.jsonl").exists()
-
-
-def test_options_that_do_not_go_together_are_refused(folder: Path) -> None:
-    batch(folder)
-    assert "go together" in refused("ask", "--batch", "in.jsonl")
-    assert "go together" in refused("ask", "--out", "out.jsonl")
-    both = ("--batch", "in.jsonl", "--out", "out.jsonl")
-    assert "leave out" in refused("ask", "a.png", "Hi?", *both)
-    write("out.jsonl", '{"id": "one", "question": "another", "text": "x"}\n')
-    assert "another question" in refused("ask", *both)
-    write("out.jsonl", "3\n")
-    assert "not an answer" in refused("ask", *both)

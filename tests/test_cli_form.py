@@ -38,26 +38,6 @@ def test_an_answer_has_the_form_that_was_asked_for(
     assert shown == f"{told['text']}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--json-schema", "none.json"), "--json-schema none.json: cannot be read"),
-        (("--json-schema", "{"), "--json-schema: this schema is no JSON"),
-        (("--json-schema", '{"not": {}}'), "--json-schema: it cannot be enforced"),
-        (("--choices", ""), "--choices: every choice"),
-        (("--choices", "a,,b"), "--choices: every choice"),
-        (("--choice", ""), "--choices: every choice"),
-        (("--regex", "("), "--regex: it cannot be enforced"),
-        (("--regex", ""), "--regex: expected a regular expression"),
-        (("--regex", "a", "--choice", "b"), "--choices and --regex: an answer has one form"),
-    ],
-)
-def test_what_is_no_form_is_named_with_its_option(
-    words: tuple[str, ...], said: str, folder: Path
-) -> None:
-    assert said in refused("ask", "a.png", "Which?", *words)
-
-
 def test_an_answer_that_is_cut_is_printed_and_is_an_error(folder: Path) -> None:
     words = ("ask", "a.png", "Which?", "--regex", "b{200}", "--max-tokens", "1")
     done = run(*words, code=2)

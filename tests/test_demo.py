@@ -22,12 +22,11 @@ from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.cli.app import app
-from keepsight.cli.options import check_page
 from keepsight.cli.terminal import age_text, plain, share_bar, thumbnail
 from keepsight.cli.tour import Stage, scenes_of, script, speaking
 from keepsight.cli.tour_stock import StockReply, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
-from keepsight.errors import InputError, MissingExtra
+from keepsight.errors import MissingExtra
 from keepsight.models import demo_smol
 from keepsight.models.renamed import RETURNED
 from keepsight.report import Report
@@ -149,20 +148,6 @@ def test_the_saved_page_says_the_same_and_needs_no_network(toured: tuple[str, Pa
     assert "stock with past_key_values" in text and "the same words as stock Transformers" in text
 
 
-def test_a_page_replaces_no_file_but_a_page(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.html"
-    mine.write_text("<p>mine")
-    for path, why in (
-        (mine, "is there"),
-        (tmp_path, "a folder"),
-        (tmp_path / "a/b.html", "no folder"),
-    ):
-        with pytest.raises(InputError, match=why):
-            check_page(path)
-    Stage(Console(), tmp_path, scenes_of(1)).save(tmp_path / "tour.html")
-    check_page(tmp_path / "tour.html")
-
-
 def test_what_it_made_is_listed_and_loads(toured: tuple[str, Path]) -> None:
     said, out = toured
     closing = said.split("That was it")[1]
@@ -176,21 +161,7 @@ def test_what_it_made_is_listed_and_loads(toured: tuple[str, Path]) -> None:
     assert f"keepsight chat --image {out / 'pictures' / 'picture-1.png'}" in closing
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file")])
-    assert result.exit_code == 2 and "it is a file; name a folder" in result.stderr
-
-
 # -- nothing is canned -------------------------------------------------------------------------
-
-
-def test_other_seeds_are_other_pictures_with_other_truths() -> None:
-    told = {tuple(ask.truth for ask in script(scenes_of(seed))) for seed in range(8)}
-    assert len(told) > 6
-    for seed in range(8):
-        scenes = scenes_of(seed)
-        assert len({scene.name for scene in scenes}) == 4
 
 
 def test_the_truth_is_that_of_the_scenes() -> None:
@@ -280,19 +251,6 @@ def test_thumbnails_have_two_pixels_in_each_character() -> None:
     console = Console(file=out, force_terminal=True, color_system="truecolor", width=40)
     console.print(thumbnail(image, 2))
     assert out.getvalue().count("\x1b[38;2;255;0;0;48;2;0;0;255m▀") == 2
-
-
-def test_pictures_are_drawn_where_there_are_colours(tmp_path: Path) -> None:
-    shown = []
-    for colours in ("truecolor", None):
-        out = StringIO()
-        console = Console(file=out, force_terminal=True, color_system=colours, width=100)
-        stage = Stage(console, tmp_path, scenes_of(1))
-        stage.draw()
-        stage.show_pictures(stage.pictures[:2])
-        shown.append(out.getvalue())
-    assert "▀" in shown[0] and "▀" not in shown[1]
-    assert all("picture-1.png, " in text and "picture-2.png, " in text for text in shown)
 
 
 def test_small_helpers() -> None:

@@ -105,10 +105,6 @@ def test_the_model_may_be_the_first_word(folder: Path) -> None:
     first = lines(run("demo-hybrid", "a.png", *to).stdout)
     other = lines(run("demo", "a.png", *to).stdout)
     assert [rows[0]["status"] for rows in (option, first, other)] == ["encoded", "kept", "encoded"]
-    assert "name one model" in refused("demo", "a.png", *to, "--model", "demo-hybrid")
-    assert "write: keepsight encode demo PICTURES --to FOLDER" in refused("demo", *to)
-    assert "did you mean demo-hybrid?" in refused("demo-hybird", "a.png", *to)
-    assert "'owner/model' is not" in refused("owner/model", "a.png", *to)
     # The clone has a folder of that name, which holds nothing to look at.
     Path("demo").mkdir()
     Path("demo/make.py").write_text("")
@@ -121,22 +117,6 @@ def test_the_model_may_be_the_first_word(folder: Path) -> None:
     Path("demo/config.json").write_text('{"model_type": "qwen3_vl"}')
     beside = run("demo", "a.png", *to, "--model", "demo-hybrid").stdout
     assert lines(beside)[-1]["images"] == 2
-
-
-def test_what_makes_no_sense_is_refused_by_name(folder: Path) -> None:
-    to = ("--to", "store")
-    assert "there is no such file" in refused("nope", *to)
-    assert "a.png cannot be a store: it is a file" in refused("a.png", "--to", "a.png")
-    assert "--store goes with --files" in refused("a.png", *to, "--store", "x")
-    assert "--workers goes with --ray" in refused("a.png", *to, "--workers", "2")
-    assert "leave out --files" in refused("a.png", *to, "--ray", "--files")
-    assert "no codec 'zip'" in refused("a.png", *to, "--codec", "zip")
-    assert "expected i/n" in refused("a.png", *to, "--shard", "3/2")
-    assert "dpi=5" in refused("a.png", *to, "--dpi", "5")
-    table(Path("t.parquet"), {"photo": [b""]})
-    assert "no column 'image'" in refused("t.parquet", *to)
-    assert "cannot be written" in refused("a.png", *to, "--errors", "no/such/folder")
-    assert not list(Path("store").rglob("*.sight")), "nothing was encoded by any of these"
 
 
 def test_files_may_come_from_a_store(folder: Path) -> None:

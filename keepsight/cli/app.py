@@ -15,17 +15,16 @@ import typer
 from keepsight import __version__
 from keepsight.cli import ask, cache, decide, encode, export, families, plan, serve
 from keepsight.cli.options import (
+    IMAGES,
+    JSON,
+    REPORT,
     Decoding,
-    Images,
-    Json,
     Named,
     Remembering,
-    ShowReport,
     Stored,
     check_how,
     check_images,
     check_model,
-    check_page,
     check_shown,
     grouped,
     option,
@@ -56,10 +55,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool,
-        option("Print the version and exit.", "--version", is_eager=True, callback=_version),
-    ] = False,
+    version: bool = option(
+        "Print the version and exit.", "--version", is_eager=True, callback=_version, default=False
+    ),
 ) -> None:
     pass
 
@@ -69,19 +67,17 @@ _ASKING, _LOOKING = "Ask", "Prepare and look"
 
 @app.command(rich_help_panel=_ASKING)
 def demo(
-    out: Annotated[
-        Path, option("Folder for its files; if it has others, demo-out in it is taken.")
-    ] = Path("demo-out"),
-    seed: Annotated[int, option("Seed of the pictures.", min=0)] = 1,
-    save: Annotated[
-        Path | None, option("Also write the tour to this file, as one HTML page.")
-    ] = None,
+    out: Path = option(
+        "Folder for its files; if it has others, demo-out in it is taken.", default=Path("demo-out")
+    ),
+    seed: int = option("Seed of the pictures.", min=0, default=1),
+    save: Path | None = option("Also write the tour to this file, as one HTML page."),
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
     if expanded(out).is_file():
         raise InputError(f"--out {out} cannot be written: it is a file; name a folder")
-    if save is not None:
-        check_page(save)
+    if save is not None and (save.exists() or not expanded(save).parent.is_dir()):
+        raise InputError(f"--save {save} cannot be written; name a new file in a folder")
     import keepsight.cli.tour as tour
 
     tour.run(console(), out, seed, save)
@@ -97,9 +93,9 @@ def chat(
     model: Remembering,
     decoding: Decoding,
     named: Named = None,
-    image: Images = None,
-    as_json: Json = False,
-    report: ShowReport = False,
+    image: list[str] | None = IMAGES,
+    as_json: bool = JSON,
+    report: bool = REPORT,
 ) -> None:
     """Hold a conversation; /help lists its commands."""
     options = decoding.options()
@@ -128,7 +124,7 @@ def show(
     file: Annotated[
         Path, typer.Argument(help="A .sight or .keep file, an exported model's folder, a store.")
     ],
-    as_json: Json = False,
+    as_json: bool = JSON,
 ) -> None:
     """Describe a package, a saved session or an export, and check it for damage; for a store, print
     what `keepsight cache stats` prints."""
@@ -151,9 +147,9 @@ def show(
 def verify(
     model: Stored,
     named: Named = None,
-    image: Images = None,
-    prompt: Annotated[str, option("The question.", "--prompt", "-p")] = "Describe the picture.",
-    as_json: Json = False,
+    image: list[str] | None = IMAGES,
+    prompt: str = option("The question.", "--prompt", "-p", default="Describe the picture."),
+    as_json: bool = JSON,
 ) -> None:
     """Compare warm answers with cold ones and stock Transformers, on your own model and images."""
     check_images(image or [])

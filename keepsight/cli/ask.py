@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepsight.cli.options import (
+    IMAGES,
+    JSON,
+    REPORT,
     Decoding,
     Form,
-    Images,
-    Json,
     Remembering,
-    ShowReport,
     beside,
     check_images,
     option,
@@ -50,16 +50,12 @@ def ask(
         list[str] | None,
         typer.Argument(metavar='[MODEL] [IMAGE]... "QUESTION"', show_default=False),
     ] = None,
-    image: Images = None,
-    prompt: Annotated[
-        str | None, option("The question; - is standard input.", "--prompt", "-p")
-    ] = None,
-    batch: Annotated[
-        Path | None, option('Many questions: lines of {"question": ..., "images": [...]}.')
-    ] = None,
-    out: Annotated[Path | None, option("Where the answers of --batch go; resumable.")] = None,
-    as_json: Json = False,
-    report: ShowReport = False,
+    image: list[str] | None = IMAGES,
+    prompt: str | None = option("The question; - is standard input.", "--prompt", "-p"),
+    batch: Path | None = option('Many questions: lines of {"question": ..., "images": [...]}.'),
+    out: Path | None = option("Where the answers of --batch go; resumable."),
+    as_json: bool = JSON,
+    report: bool = REPORT,
 ) -> None:
     """Ask one question about any number of images; the answer is printed as it is generated."""
     many = batch is not None or out is not None

@@ -6,16 +6,16 @@ because this table is loaded for every `--help`.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from keepsight.cli.options import Json, grouped, option
+from keepsight.cli.options import JSON, grouped, option
 from keepsight.cli.terminal import age_text, console, facts, json_line, plain, table
 from keepsight.errors import FileError, InputError, StoreError
 from keepsight.kinds import Record
@@ -35,7 +35,7 @@ Named = Annotated[
         help="A picture's file or key, or KIND/KEY of any entry; a start of a key is enough.",
     ),
 ]
-Yes = Annotated[bool, option("Do not ask for confirmation.", "--yes", "-y")]
+YES = option("Do not ask for confirmation.", "--yes", "-y", default=False)
 _TENANTS = 20  # largest entries in a table
 _SHOWN = 5  # largest and most used entries, dependents of an entry, files of an entry
 _WHAT = {
@@ -54,22 +54,19 @@ class Where:
     """Which store a command is about, and whose part of it."""
 
     panel: ClassVar[str] = "Store"
-    store: Annotated[
-        str,
-        option("The store: a folder or an address.", envvar="KEEPSIGHT_STORE", show_default=False),
-    ] = ""
-    tenant: Annotated[
-        str | None,
-        option(
-            "Only what belongs to this tenant: its name, or the first 8 or more characters of its "
-            "digest. Without it: all tenants."
-        ),
-    ] = None
+    store: str = option(
+        "The store: a folder or an address.",
+        envvar="KEEPSIGHT_STORE",
+        show_default=False,
+        default="",
+    )
+    tenant: str | None = option(
+        "Only what belongs to this tenant: its name, or the first 8 or more characters of its "
+        "digest. Without it: all tenants."
+    )
 
-    def open(self, named: str | None = None) -> AllTenants:
-        """Open it; an impossible NAME is refused first."""
-        if named is not None:
-            _parse_name(named)
+    def open(self) -> Look:
+        """Open it."""
         if not self.store:
             raise InputError("which store? give --store FOLDER, or set KEEPSIGHT_STORE")
         check_store_folder(self.store)
@@ -78,237 +75,121 @@ class Where:
         from keepsight.store import open_store
         from keepsight.store.tenants import AllTenants
 
-        return AllTenants(open_store(self.store), self.tenant)
+        return Look(AllTenants(open_store(self.store), self.tenant))
 
 
-# -- looking -----------------------------------------------------------------------------------
+class Look:
+    """A store, and what is in it; read when it is asked for."""
 
+    def __init__(self, store: AllTenants) -> None:
+        self.store = store
 
-@app.command()
-@grouped
-def stats(where: Where, as_json: Json = False) -> None:
-    """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
-    used entries. Tenants are named by digests: a store does not know their names."""
-    opened, out = where.open(), console()
-    entries = list(opened.entries())  # first: then the index has all of them
-    stats = opened.stats()
-    largest = sorted(entries, key=lambda e: -e.nbytes)[:_SHOWN]
-    used = sorted(entries, key=lambda e: -e.uses)[:_SHOWN]
-    if as_json:
-        best = {"largest": [_record(e) for e in largest], "most_used": [_record(e) for e in used]}
-        json_line(stats | best)
-        return
-    kinds = sorted(stats["kinds"].items())
-    rows = [(kind, of["entries"], bytes_text(of["bytes"])) for kind, of in kinds]
-    rows.append(("all", stats["entries"], bytes_text(stats["bytes"])))
-    out.print(table("kind", "entries", "bytes", right=("entries", "bytes"), rows=rows))
-    for tier in stats.get("tiers", ()):
-        name, count = tier.get("tier", "tier"), tier["entries"]
-        out.print(plain(f"{name}: {count} entries, {bytes_text(tier['bytes'])}"))
-    counts = stats["ever"]
-    hits, asked = counts["hits"], counts["hits"] + counts["misses"]
-    rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
-    out.print(f"{rate}, {counts['evictions']} entries evicted, {counts['refused']} refused")
-    tenants = sorted(stats["tenants"].items(), key=lambda item: -item[1]["bytes"])
-    if any(stats["tenants"]):  # not everything belongs to the default tenant
-        rows = [(_short(t), of["entries"], bytes_text(of["bytes"])) for t, of in tenants[:_TENANTS]]
-        if rest := tenants[_TENANTS:]:
-            entries_, nbytes = (sum(of[what] for _, of in rest) for what in ("entries", "bytes"))
-            rows.append((f"{len(rest)} more", entries_, bytes_text(nbytes)))
-        out.print(table("tenant", "entries", "bytes", right=("entries", "bytes"), rows=rows))
-    for title, chosen in (("largest", largest), ("most used", used)):
-        if chosen:
-            cells = [(e.kind, e.key[:16], bytes_text(e.nbytes), e.uses) for e in chosen]
-            right = ("size", "uses")
-            out.print(table("kind", "key", "size", "uses", right=right, title=title, rows=cells))
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """All entries, sorted by kind; the last used first."""
+        return sorted(self.store.entries(), key=lambda entry: (entry.kind, -entry.used))
 
-
-def _short(tenant: str) -> str:
-    return tenant[:16] or "(default)"
-
-
-def _ago(when: float) -> str:
-    return f"{age_text(time.time() - when)} ago"
-
-
-@app.command("list")
-@grouped
-def list_entries(
-    where: Where,
-    every: Annotated[bool, option("List every entry instead.", "--all")] = False,
-    kind: Annotated[
-        str | None, option("List the entries of this kind instead, such as package.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """List the pictures: the files that they came from, their keys, and the size, the tokens, the
-    last use and the place of their features. `delete`, `explain` and `pin` take these names."""
-    opened = where.open()
-    entries = sorted(opened.entries(), key=lambda entry: (entry.kind, -entry.used))
-    kinds = sorted({entry.kind for entry in entries})
-    if kind is not None and kind not in kinds:
-        raise InputError(f"--kind {kind}: the store has {', '.join(kinds) or 'nothing'}")
-    files = _files_of_media(opened, entries)
-    whole = every or kind is not None
-    if whole:
-        shown = [entry for entry in entries if kind in (None, entry.kind)]
-        records = [_record(entry) | _about(opened, entry, files) for entry in shown]
-    else:
-        records = [_picture(opened, image, of, files) for image, of in _pictures(entries).items()]
-        records.sort(key=lambda record: record["age_s"])
-    if as_json:
-        for record in records:
-            json_line(record)
-        return
-    columns = {  # in the order in which they are shown
-        "picture": lambda r: ", ".join(r["files"]),
-        "kind": lambda r: r["kind"],
-        "key": lambda r: r["key"][:16],
-        "tenant": lambda r: _short(r["tenant"]),
-        "size": lambda r: bytes_text(r["bytes"]),
-        "age": lambda r: age_text(r["age_s"]),
-        "uses": lambda r: r["uses"],
-        "tokens": lambda r: ", ".join(map(str, r["tokens"])),
-        "last use": lambda r: f"{age_text(r['age_s'])} ago",
-        "where": lambda r: ", ".join(r["where"]),
-        "about": _about_text,
-    }
-    hidden = (
-        {"picture", "tokens", "last use", "where"} if whole else {"kind", "age", "uses", "about"}
-    )
-    hidden |= set() if any(record["tenant"] for record in records) else {"tenant"}
-    names = [name for name in columns if name not in hidden]
-    cells = [[columns[name](record) for name in names] for record in records]
-    right = ("size", "age", "uses", "tokens", "last use")
-    console().print(table(*names, right=right, rows=cells))
-
-
-_Image = tuple[str, str]  # a tenant and an image key
-_Files = dict[_Image, tuple[str, ...]]
-
-
-def _pictures(entries: Iterable[Entry]) -> dict[_Image, list[Entry]]:
-    """All that was made of each image, for each tenant."""
-    found: dict[_Image, list[Entry]] = {}
-    for entry in entries:
-        for key in entry.media:
-            found.setdefault((entry.tenant, key), []).append(entry)
-    return found
-
-
-def _picture(store: AllTenants, image: _Image, entries: list[Entry], files: _Files) -> Record:
-    packages = [entry for entry in entries if entry.kind == "package"]
-    abouts = [_about(store, package, files) for package in packages]
-    tiers = [store.view(package).tier(package.kind, package.key) for package in packages]
-    return {
-        "key": image[1],
-        "files": list(files.get(image, ())),
-        "tenant": image[0],
-        "bytes": sum(package.nbytes for package in packages),
-        "tokens": list(dict.fromkeys(about["tokens"] for about in abouts if "tokens" in about)),
-        "age_s": round(time.time() - max(entry.used for entry in entries), 1),
-        "where": list(dict.fromkeys(tier for tier in tiers if tier is not None)),
-    }
-
-
-def _record(entry: Entry) -> Record:
-    """One entry as JSON; `age_s` counts from its last use."""
-    return {
-        "kind": entry.kind,
-        "key": entry.key,
-        "bytes": entry.nbytes,
-        "tenant": entry.tenant,
-        "age_s": round(time.time() - entry.used, 1),
-        "created": entry.created,
-        "uses": entry.uses,
-        "cost_ms": entry.cost,
-        "pinned": entry.pinned,
-        "stands_on": entry.depends_on,
-        "media": list(entry.media),
-        "expires": entry.expires,
-    }
-
-
-def _path(store: AllTenants, entry: Entry) -> Path | None:
-    """The file of an entry; None for an address, of which only its listing is known."""
-    from keepsight.store import layout
-
-    root = store.view(entry).root
-    return None if root is None else root / layout.place(*entry.name)
-
-
-def _files_of_media(store: AllTenants, entries: Iterable[Entry]) -> _Files:
-    """The file names that notes record for each image. Reading them does not count as use."""
-    from keepsight.media.naming import FILE
-    from keepsight.store.files import read
-
-    found: dict[tuple[str, str], dict[str, None]] = {}
-    for entry in entries:
-        path = _path(store, entry) if entry.kind == "alias" else None
-        try:
-            name = None if path is None else read(path, entry.name)[0][1].get(FILE)
-        except (FileError, OSError):
-            continue  # listed unchanged; `check` reports it
-        if isinstance(name, str) and name:
+    @cached_property
+    def pictures(self) -> dict[tuple[str, str], list[Entry]]:
+        """All that was made of each picture, by tenant and image key."""
+        found: dict[tuple[str, str], list[Entry]] = {}
+        for entry in self.entries:
             for key in entry.media:
-                found.setdefault((entry.tenant, key), {})[name] = None
-    return {image: tuple(names) for image, names in found.items()}
+                found.setdefault((entry.tenant, key), []).append(entry)
+        return found
 
+    @cached_property
+    def files(self) -> dict[tuple[str, str], list[str]]:
+        """The file names that notes record for each picture. Reading them counts as no use."""
+        from keepsight.media.naming import FILE
+        from keepsight.store.files import read
 
-def _about(store: AllTenants, entry: Entry, files: _Files) -> Record:
-    """Model and tokens of a package, from its record alone, and the source files of any entry."""
-    from keepsight.formats import tensorfile
+        found: dict[tuple[str, str], list[str]] = {}
+        for entry in self.entries:
+            path = self._path(entry) if entry.kind == "alias" else None
+            try:
+                name = "" if path is None else str(read(path, entry.name)[0][1].get(FILE, ""))
+            except (FileError, OSError):
+                continue  # listed unchanged; `check` reports it
+            for key in entry.media if name else ():
+                names = found.setdefault((entry.tenant, key), [])
+                names += [] if name in names else [name]
+        return found
 
-    names = dict.fromkeys(n for key in entry.media for n in files.get((entry.tenant, key), ()))
-    about: Record = {"files": list(names)} if names else {}
-    path = _path(store, entry) if entry.kind == "package" else None
-    try:
-        if path is not None:
-            record = tensorfile.read_record(path)
-            model = str(record["about"].get("model_type"))
-            about |= {"model": model, "tokens": record["tokens"]}
-    except (FileError, OSError, KeyError, AttributeError) as error:
-        about["damaged"] = f"damaged: {error}"
-    return about
+    def _path(self, entry: Entry) -> Path | None:
+        """The file of an entry; None for an address, of which only its listing is known."""
+        from keepsight.store import layout
 
+        root = self.store.view(entry).root
+        return None if root is None else root / layout.place(*entry.name)
 
-def _about_text(record: Record) -> str:
-    names = record.get("files", [])
-    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    model = [f"{record['model']}, {record['tokens']} tokens"] if "model" in record else []
-    damaged = [record["damaged"]] if "damaged" in record else []
-    pinned = " (pinned)" if record["pinned"] else ""
-    return ", ".join([*names[:_SHOWN], *more, *model, *damaged]) + pinned
+    def record(self, entry: Entry) -> Record:
+        """One entry as JSON; `age_s` counts from its last use."""
+        return {
+            "kind": entry.kind,
+            "key": entry.key,
+            "bytes": entry.nbytes,
+            "tenant": entry.tenant,
+            "age_s": round(time.time() - entry.used, 1),
+            "created": entry.created,
+            "uses": entry.uses,
+            "cost_ms": entry.cost,
+            "pinned": entry.pinned,
+            "stands_on": entry.depends_on,
+            "media": list(entry.media),
+            "expires": entry.expires,
+        }
 
+    def about(self, entry: Entry) -> Record:
+        """Model and tokens of a package, from its record alone, and the files of any entry."""
+        from keepsight.formats import tensorfile
 
-# -- names -------------------------------------------------------------------------------------
+        files = [n for key in entry.media for n in self.files.get((entry.tenant, key), ())]
+        about: Record = {"files": list(dict.fromkeys(files))} if files else {}
+        path = self._path(entry) if entry.kind == "package" else None
+        try:
+            if path is not None:
+                record = tensorfile.read_record(path)
+                model = str(record["about"].get("model_type"))
+                about |= {"model": model, "tokens": record["tokens"]}
+        except (FileError, OSError, KeyError, AttributeError) as error:
+            about["damaged"] = f"damaged: {error}"
+        return about
 
+    def picture(self, tenant: str, key: str) -> Record:
+        """One picture as JSON: what its features are."""
+        of = self.pictures[tenant, key]
+        packages = [entry for entry in of if entry.kind == "package"]
+        tokens = [about["tokens"] for p in packages if "tokens" in (about := self.about(p))]
+        tiers = [self.store.view(p).tier(p.kind, p.key) for p in packages]
+        return {
+            "key": key,
+            "files": self.files.get((tenant, key), []),
+            "tenant": tenant,
+            "bytes": sum(package.nbytes for package in packages),
+            "tokens": list(dict.fromkeys(tokens)),
+            "age_s": round(time.time() - max(entry.used for entry in of), 1),
+            "where": list(dict.fromkeys(tier for tier in tiers if tier is not None)),
+        }
 
-def _parse_name(named: str) -> tuple[str, str] | None:
-    """Kind and key of KIND/KEY, the kind empty if left out; None for what may be a file's name."""
-    kind, _, key = named.rpartition("/")
-    if re.fullmatch("[0-9a-f]{1,64}", key):
-        return kind, key
-    if named and "/" not in named:
-        return None
-    raise InputError(
-        f"{named!r} names no entry; KEY of KIND/KEY is up to 64 digits of 0-9 and a-f; "
-        "`keepsight cache list --all` shows all"
-    )
+    def meant(self, named: str) -> list[tuple[str, list[Entry]]]:
+        """What a name may refer to: pictures by their keys, with all that was made of them, and
+        entries without a key."""
+        found: dict[str, list[Entry]] = {}
+        for image, of in self.pictures.items():
+            if named in map(plain, self.files.get(image, ())) or image[1].startswith(named):
+                found.setdefault(image[1], []).extend(of)
+        kind, _, key = named.rpartition("/")
+        entries = [e for e in self.entries if e.key.startswith(key) and kind in ("", e.kind)]
+        return [*found.items(), *(("", [entry]) for entry in entries)]
 
-
-def _meant(store: AllTenants, named: str) -> tuple[dict[str, list[Entry]], list[Entry]]:
-    """The pictures, by key, with what was made of them, and the entries that a name may mean."""
-    kind, key = _parse_name(named) or ("", "")
-    every = list(store.entries())
-    entries = [e for e in every if key and e.key.startswith(key) and kind in ("", e.kind)]
-    files = _files_of_media(store, every)
-    pictures: dict[str, list[Entry]] = {}
-    for image, made in _pictures(every).items():
-        is_file = named in map(plain, files.get(image, ()))
-        if is_file or (named == key and image[1].startswith(key)):
-            pictures.setdefault(image[1], []).extend(made)
-    return pictures, entries
+    def find(self, named: str) -> Entry:
+        """The one entry of a name; that of a picture is its features."""
+        meant = self.meant(named)
+        found = {e: None for key, of in meant for e in of if not key or e.kind == "package"}
+        if len(found) != 1:
+            raise _unclear(named, [_spelled(entry) for entry in found])
+        return next(iter(found))
 
 
 def _unclear(named: str, names: list[str]) -> InputError:
@@ -324,19 +205,113 @@ def _unclear(named: str, names: list[str]) -> InputError:
     )
 
 
+def _short(tenant: str) -> str:
+    return tenant[:16] or "(default)"
+
+
 def _spelled(entry: Entry) -> str:
     whose = f" of tenant {_short(entry.tenant)}" if entry.tenant else ""
     return f"{entry.kind}/{entry.key[:16]}{whose}"
 
 
-def _find(store: AllTenants, named: str) -> Entry:
-    """The one entry that a name refers to; a picture's name means its features."""
-    pictures, entries = _meant(store, named)
-    made = [entry for of in pictures.values() for entry in of if entry.kind == "package"]
-    entries += [package for package in made if package not in entries]
-    if len(entries) != 1:
-        raise _unclear(named, [_spelled(entry) for entry in entries])
-    return entries[0]
+def _ago(when: float) -> str:
+    return f"{age_text(time.time() - when)} ago"
+
+
+# -- looking -----------------------------------------------------------------------------------
+
+
+@app.command()
+@grouped
+def stats(where: Where, as_json: bool = JSON) -> None:
+    """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
+    used entries. Tenants are named by digests: a store does not know their names."""
+    look, out = where.open(), console()
+    largest = sorted(look.entries, key=lambda e: -e.nbytes)[:_SHOWN]
+    used = sorted(look.entries, key=lambda e: -e.uses)[:_SHOWN]
+    stats = look.store.stats()  # after the entries: then the index has all of them
+    best = {"largest": largest, "most used": used}
+    if as_json:
+        json_line(stats | {n.replace(" ", "_"): [*map(look.record, of)] for n, of in best.items()})
+        return
+    kinds = {**dict(sorted(stats["kinds"].items())), "all": stats}
+    tiers = {tier.get("tier", "tier"): tier for tier in stats.get("tiers", ())}
+    tenants = sorted(stats["tenants"].items(), key=lambda item: -item[1]["bytes"])
+    several = any(stats["tenants"])  # else everything belongs to the default tenant
+    owners = {_short(name): of for name, of in tenants[:_TENANTS]} if several else {}
+    for what, sizes in (("kind", kinds), ("tier", tiers), ("tenant", owners)):
+        rows = [(name, of["entries"], bytes_text(of["bytes"])) for name, of in sizes.items()]
+        if rows:
+            out.print(table(what, "entries", "bytes", right=("entries", "bytes"), rows=rows))
+    if (more := len(tenants) - _TENANTS) > 0:
+        out.print(f"and {more} more")
+    counts = stats["ever"]
+    hits, asked = counts["hits"], counts["hits"] + counts["misses"]
+    rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
+    out.print(f"{rate}, {counts['evictions']} entries evicted, {counts['refused']} refused")
+    for title, chosen in best.items():
+        cells = [(e.kind, e.key[:16], bytes_text(e.nbytes), e.uses) for e in chosen]
+        names = ("kind", "key", "size", "uses")
+        if cells:
+            out.print(table(*names, right=names[2:], title=title, rows=cells))
+
+
+_COLUMNS: dict[str, Callable[[Record], Any]] = {
+    "picture": lambda r: ", ".join(r["files"]),
+    "kind": lambda r: r["kind"],
+    "key": lambda r: r["key"][:16],
+    "tenant": lambda r: _short(r["tenant"]),
+    "size": lambda r: bytes_text(r["bytes"]),
+    "age": lambda r: age_text(r["age_s"]),
+    "uses": lambda r: r["uses"],
+    "tokens": lambda r: ", ".join(map(str, r["tokens"])),
+    "last use": lambda r: f"{age_text(r['age_s'])} ago",
+    "where": lambda r: ", ".join(r["where"]),
+    "about": lambda r: _about_text(r),
+}
+_OF_PICTURES = ("picture", "key", "tenant", "size", "tokens", "last use", "where")
+_OF_ENTRIES = ("kind", "key", "tenant", "size", "age", "uses", "about")
+
+
+@app.command("list")
+@grouped
+def list_entries(
+    where: Where,
+    every: bool = option("List every entry instead.", "--all", default=False),
+    kind: str | None = option("List the entries of this kind instead, such as package."),
+    as_json: bool = JSON,
+) -> None:
+    """List the pictures: the files that they came from, their keys, and the size, the tokens, the
+    last use and the place of their features. `delete`, `explain` and `pin` take these names."""
+    look = where.open()
+    kinds = sorted({entry.kind for entry in look.entries})
+    if kind is not None and kind not in kinds:
+        raise InputError(f"--kind {kind}: the store has {', '.join(kinds) or 'nothing'}")
+    if every or kind is not None:
+        names = list(_OF_ENTRIES)
+        shown = [entry for entry in look.entries if kind in (None, entry.kind)]
+        records = [look.record(entry) | look.about(entry) for entry in shown]
+    else:
+        names = list(_OF_PICTURES)
+        records = sorted((look.picture(*it) for it in look.pictures), key=lambda r: r["age_s"])
+    if as_json:
+        for record in records:
+            json_line(record)
+        return
+    if not any(record["tenant"] for record in records):
+        names.remove("tenant")
+    cells = [[_COLUMNS[name](record) for name in names] for record in records]
+    right = ("size", "age", "uses", "tokens", "last use")
+    console().print(table(*names, right=right, rows=cells))
+
+
+def _about_text(record: Record) -> str:
+    names = record.get("files", [])
+    words = [*names[:_SHOWN], f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [*names]
+    if "model" in record:
+        words.append(f"{record['model']}, {record['tokens']} tokens")
+    words += [record["damaged"]] if "damaged" in record else []
+    return ", ".join(words) + (" (pinned)" if record["pinned"] else "")
 
 
 def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
@@ -352,28 +327,27 @@ def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
 
 @app.command()
 @grouped
-def explain(where: Where, entry: Named, as_json: Json = False) -> None:
+def explain(where: Where, entry: Named, as_json: bool = JSON) -> None:
     """Show what an entry is, what it depends on, what depends on it, its cost, and its eviction."""
-    store = where.open(entry)
-    it = _find(store, entry)
-    view = store.view(it)
-    others = list(view.entries())
+    look = where.open()
+    it = look.find(entry)
+    others = [other for other in look.entries if other.tenant == it.tenant]
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.used < it.used and not e.pinned for e in others)
-    bases = _bases(others, it)
-    about = _about(store, it, _files_of_media(store, others))
-    tier = view.tier(it.kind, it.key)
+    bases, about = _bases(others, it), look.about(it)
+    tier = look.store.view(it).tier(it.kind, it.key)
     if as_json:
         of = {"tier": tier, "bases": len(bases), "upon": [[e.kind, e.key] for e in upon]}
-        json_line(_record(it) | about | of | {"go_first": first})
+        json_line(look.record(it) | about | of | {"go_first": first})
         return
-    after = f", and after the {len(upon)} that depend on it" if upon else ""
-    goes = f"when a budget is exceeded: {first} of {len(others)} entries were last used before it"
-    goes += after
     if it.expires is not None:
         goes = f"in {age_text(it.expires - time.time())}, its time is over then"
     elif it.pinned:
         goes = "never by itself: it is pinned"
+    else:
+        count = f"{first} of {len(others)} entries were last used before it"
+        after = f", and after the {len(upon)} that depend on it" if upon else ""
+        goes = f"when a budget is exceeded: {count}{after}"
     names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in upon[:_SHOWN])
     base = "{}/{}".format(*it.depends_on) if it.depends_on else ""
     said = {
@@ -412,41 +386,42 @@ def unpin(where: Where, entry: Named) -> None:
 
 
 def _pin(where: Where, named: str, pinned: bool) -> None:
-    store = where.open(named)
-    it = _find(store, named)
-    if not store.view(it).pin(it.kind, it.key, pinned):
+    look = where.open()
+    it = look.find(named)
+    if not look.store.view(it).pin(it.kind, it.key, pinned):
         raise InputError(f"{it.kind}/{it.key} is gone")
     console().print(f"{it.kind}/{it.key} is {'pinned' if pinned else 'no longer pinned'}")
 
 
 @app.command()
 @grouped
-def delete(where: Where, entry: Named, yes: Yes = False) -> None:
+def delete(where: Where, entry: Named, yes: bool = YES) -> None:
     """Remove all that was made of a picture, or an entry and all that depends on it; from every
     tier. Asks first if anything of it is pinned."""
-    store = where.open(entry)
-    pictures, found = _meant(store, entry)
-    if len(pictures) + len(found) != 1:
-        raise _unclear(entry, [*(f"picture {key[:16]}" for key in pictures), *map(_spelled, found)])
-    if found:
-        (it,) = found
-        others = list(store.view(it).entries())
+    look = where.open()
+    found = look.meant(entry)
+    if len(found) != 1:
+        names = [f"picture {key[:16]}" if key else _spelled(of[0]) for key, of in found]
+        raise _unclear(entry, names)
+    ((key, going),) = found
+    it = going[0]
+    if not key:
+        others = [other for other in look.entries if other.tenant == it.tenant]
         going = [e for e in others if e == it or (it.kind, it.key) in _bases(others, e)]
-    else:
-        ((key, going),) = pictures.items()
     if not yes and (pinned := [f"{e.kind}/{e.key[:16]}" for e in going if e.pinned]):
         more = f" and {len(pinned) - _SHOWN} more" if len(pinned) > _SHOWN else ""
-        names = ", ".join(pinned[:_SHOWN])
-        typer.confirm(f"{names}{more}: pinned. Remove all the same?", abort=True)
-    freed = store.view(it).delete(it.kind, it.key) if found else store.delete_media(key)
+        names = pinned[:_SHOWN]
+        typer.confirm(f"{', '.join(names)}{more}: pinned. Remove all the same?", abort=True)
+    view = look.store.view(it)
+    freed = look.store.delete_media(key) if key else view.delete(it.kind, it.key)
     console().print(f"{bytes_text(freed)} freed")
 
 
 @app.command()
 @grouped
-def clear(where: Where, yes: Yes = False) -> None:
+def clear(where: Where, yes: bool = YES) -> None:
     """Remove every entry, of every tenant or of one; asks first."""
-    store = where.open()
+    store = where.open().store
     if not yes:
         what = "everything"
         if where.tenant is not None:
@@ -460,10 +435,10 @@ def clear(where: Where, yes: Yes = False) -> None:
 @grouped
 def gc(
     where: Where,
-    budget: Annotated[str, option("Bytes that may stay, for example 2GiB.")],
+    budget: str = option("Bytes that may stay, for example 2GiB.", default=...),
 ) -> None:
     """Remove the least recently used entries until the rest fits, of all tenants or of one."""
-    store = where.open()
+    store = where.open().store
     freed = store.gc(parse_bytes(int(budget) if budget.isdigit() else budget))
     console().print(f"{bytes_text(freed)} freed, {bytes_text(store.stats()['bytes'])} stay")
 
@@ -472,11 +447,11 @@ def gc(
 @grouped
 def check(
     where: Where,
-    repair: Annotated[bool, option("Repair what is wrong.", "--repair")] = False,
-    as_json: Json = False,
+    repair: bool = option("Repair what is wrong.", "--repair", default=False),
+    as_json: bool = JSON,
 ) -> None:
     """Read every entry in full, and name what is wrong; exit code 1 if anything is left wrong."""
-    store = where.open()
+    store = where.open().store
     entries = sum(1 for _ in store.entries())
     wrong = store.check(repair)
     left = store.check() if repair and wrong else wrong

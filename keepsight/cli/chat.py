@@ -36,14 +36,6 @@ if TYPE_CHECKING:
 _PROMPT = "> "
 
 
-class _Stopped(KeyboardInterrupt):
-    """Ctrl-C while an answer came: the conversation with its question, and the words so far."""
-
-    def __init__(self, asked: list[Message], said: str) -> None:
-        super().__init__()
-        self.asked, self.said = asked, said
-
-
 @dataclass
 class Shell:
     """The interactive loop. A method `do_x` is the command /x, its docstring the line of /help."""
@@ -120,16 +112,19 @@ class Shell:
 
     def ask(self, question: str) -> None:
         """Ask the next question and print the answer as it comes."""
-        try:
-            self._answer(self.session, question, [medium for _, medium in self.waiting])
-        except _Stopped as stopped:
-            if not stopped.said:
-                raise
-            self.session.remember(stopped.asked, stopped.said)
+        media = [medium for _, medium in self.waiting]
+        if stopped := self._answer(self.session, question, media):
+            asked, said = stopped
+            if not said:
+                raise KeyboardInterrupt
+            self.session.remember(asked, said)
             self._say("\nstopped; the answer so far is in the history: /retry asks again")
         self.waiting = []
 
-    def _answer(self, session: Session, question: str, images: list[Medium]) -> None:
+    def _answer(
+        self, session: Session, question: str, images: list[Medium]
+    ) -> tuple[list[Message], str] | None:
+        """Answer a question. Ctrl-C: the conversation with it, and the words so far."""
         start, first = time.perf_counter(), ""
         asked = [*session.messages, *session.named([user_turn((question, images or None), {})])]
         pieces, words = list[Piece](), WrittenWords(self.console)
@@ -144,7 +139,7 @@ class Shell:
                     words.write("" if self.as_json else piece.text)
         except KeyboardInterrupt:
             words.end()
-            raise _Stopped(asked, "".join(piece.text for piece in pieces)) from None
+            return asked, "".join(piece.text for piece in pieces)
         words.end()
         reply = Reply.of(pieces)
         usage, self.last = reply.usage, reply.report
@@ -152,13 +147,14 @@ class Shell:
             told: Record = {"question": question, "text": reply.text}
             told |= {"finish_reason": reply.finish_reason, "usage": vars(usage)}
             json_line(told | ({"report": self.last.to_dict()} if self.reports else {}))
-            return
+            return None
         seen = f", {usage.images_encoded} of {usage.images} images encoded" if usage.images else ""
         reused, computed = usage.cached_tokens, self.last.computed_tokens
         self.console.print()
         self._say(f"[{reused} tokens reused, {computed} computed{seen}{first}]")
         if self.reports:
             self.console.print(report_table(self.last))
+        return None
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -167,12 +163,12 @@ class Shell:
         if not line.startswith("/"):
             return False
         word = line[1:].split(" ")[0]
-        known = (*self.commands, "fork", "exit", "quit")
+        known = (*self.commands, "exit", "quit")
         return word in known or not ("/" in word or Path("/", word).exists())
 
     def _command(self, line: str) -> None:
         name, _, rest = line[1:].partition(" ")
-        known = self.commands | {"fork": self.do_branch}  # the old name
+        known = self.commands
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "exit"], n=1)
             hint = f"did you mean /{near[0]}?" if near else "/help"
@@ -242,7 +238,8 @@ class Shell:
         other.messages = other.messages[:spot]
         images = [part["image"] for part in content if part["type"] == "image"]
         before = "".join(part["text"] for part in content if part["type"] == "text")
-        self._answer(other, before if text is None else text, images)
+        if self._answer(other, before if text is None else text, images):
+            raise KeyboardInterrupt
         self._switch(other)
 
     def do_clear(self) -> None:

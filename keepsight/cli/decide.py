@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from keepsight.cli.options import (
-    Images,
-    Json,
+    IMAGES,
+    JSON,
+    REPORT,
     Remembering,
-    ShowReport,
     beside,
     check_images,
     option,
@@ -36,16 +36,14 @@ def decide(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL] [IMAGE]...", show_default=False)
     ] = None,
-    questions: Annotated[
-        Path | None, option("JSON: questions by name, or a whole request.", "--questions", "-q")
-    ] = None,
-    state: Annotated[
-        str | None, option("What is shown besides the pictures; text or JSON.")
-    ] = None,
-    decision_config: Annotated[str | None, option("decision.json, or a folder with one.")] = None,
-    image: Images = None,
-    as_json: Json = False,
-    report: ShowReport = False,
+    questions: Path | None = option(
+        "JSON: questions by name, or a whole request.", "--questions", "-q"
+    ),
+    state: str | None = option("What is shown besides the pictures; text or JSON."),
+    decision_config: str | None = option("decision.json, or a folder with one."),
+    image: list[str] | None = IMAGES,
+    as_json: bool = JSON,
+    report: bool = REPORT,
 ) -> None:
     """Decide typed questions (noul, choice, score) about pictures; the questions come from a file.
 

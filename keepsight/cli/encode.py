@@ -20,7 +20,7 @@ import typer
 from keepsight.cli import progress
 from keepsight.cli.options import (
     DEMO_NAMES,
-    Json,
+    JSON,
     Model,
     holds_pictures,
     model_first,
@@ -34,7 +34,6 @@ from keepsight.system import private_files
 from keepsight.system.places import check_store_writable, expanded
 from keepsight.system.words import check_codec, check_dpi, parse_shard
 
-_MOST_SUFFIXES = 5  # kinds of left-out files that a line names
 _OTHER = re.compile(r".*\.(md|rst|html?|xml|svg|json|ipynb|py|docx?|xlsx?|pptx?)", re.I | re.S)
 _SOURCES = (
     "Images, folders, globs, lists (.txt, .csv, .jsonl), PDFs, videos, Parquet and Arrow files, "
@@ -45,40 +44,31 @@ _SOURCES = (
 def encode(
     model: Model,
     words: Annotated[list[str], typer.Argument(metavar="[MODEL] SOURCE...", help=_SOURCES)],
-    to: Annotated[str, option("The store: a folder, or an address such as s3://b/name.")],
-    files: Annotated[
-        bool,
-        option("Write .sight files into --to, one for each image, instead of a store.", "--files"),
-    ] = False,
-    store: Annotated[
-        str | None, option("With --files: a store in which to look for packages first.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, option("Skip images of more tokens.", "--max-tokens-per-image", min=1)
-    ] = None,
-    column: Annotated[str, option("Column of a table with the images.")] = "image",
-    dpi: Annotated[int, option("Resolution of PDF pages.")] = 144,
-    fps: Annotated[float | None, option("Encode videos as images: frames per second.")] = None,
-    codec: Annotated[str, option("exact, bf16 or int8.", check=check_codec)] = "exact",
-    batch: Annotated[
-        int, option("Pictures in one pass of the tower; their packages say so.", min=1)
-    ] = 1,
-    tenant: Annotated[
-        str | None, option("Whose memory to use; tenants of a store share nothing.")
-    ] = None,
-    shard: Annotated[
-        str | None, option("This machine's share, such as 2/8.", metavar="I/N")
-    ] = None,
-    threads: Annotated[int | None, option("Threads that prepare images.", min=1)] = None,
-    ray: Annotated[bool, option("On a Ray cluster, or a local one.", "--ray")] = False,
-    workers: Annotated[int | None, option("With --ray: number of workers.", min=1)] = None,
-    errors: Annotated[
-        Path | None, option("File for a line of JSON on each image left out.")
-    ] = None,
-    as_json: Json = False,
-    verbose: Annotated[
-        bool, option("List the files that are no images, too.", "--verbose", "-v")
-    ] = False,
+    to: str = option("The store: a folder, or an address such as s3://b/name.", default=...),
+    files: bool = option(
+        "Write .sight files into --to, one for each image, instead of a store.",
+        "--files",
+        default=False,
+    ),
+    store: str | None = option("With --files: a store in which to look for packages first."),
+    max_tokens: int | None = option("Skip images of more tokens.", "--max-tokens-per-image", min=1),
+    column: str = option("Column of a table with the images.", default="image"),
+    dpi: int = option("Resolution of PDF pages.", default=144),
+    fps: float | None = option("Encode videos as images: frames per second."),
+    codec: str = option("exact, bf16 or int8.", check=check_codec, default="exact"),
+    batch: int = option(
+        "Pictures in one pass of the tower; their packages say so.", min=1, default=1
+    ),
+    tenant: str | None = option("Whose memory to use; tenants of a store share nothing."),
+    shard: str | None = option("This machine's share, such as 2/8.", metavar="I/N"),
+    threads: int | None = option("Threads that prepare images.", min=1),
+    ray: bool = option("On a Ray cluster, or a local one.", "--ray", default=False),
+    workers: int | None = option("With --ray: number of workers.", min=1),
+    errors: Path | None = option("File for a line of JSON on each image left out."),
+    as_json: bool = JSON,
+    verbose: bool = option(
+        "List the files that are no images, too.", "--verbose", "-v", default=False
+    ),
 ) -> None:
     """Encode images into a store, each different image once; run it again to resume."""
     sources = _sources(words, model)
@@ -186,17 +176,14 @@ def _check_sources(sources: list[str]) -> None:
 
 def _say_left_out(places: list[str], each: bool) -> None:
     """One line about files that are no images, by suffix; one line each if requested."""
-    if not places:
-        return
-    counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
-    kinds = [f"{count} {suffix}" for suffix, count in counts.most_common(_MOST_SUFFIXES)]
-    more = ", ..." if len(counts) > _MOST_SUFFIXES else ""
-    many = "file of another kind" if len(places) == 1 else "files of other kinds"
-    hint = "" if each else "; -v lists them"
-    err = console(stderr=True)
-    err.print(plain(f"{len(places)} {many} left out: {', '.join(kinds)}{more}{hint}"))
-    for place in places if each else ():
-        err.print(plain(f"left out: {place}"), style="dim")
+    if places:
+        counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+        hint = "" if each else "; -v lists them"
+        err = console(stderr=True)
+        err.print(plain(f"{len(places)} files of other kinds left out: {kinds}{hint}"))
+        for place in places if each else ():
+            err.print(plain(f"left out: {place}"), style="dim")
 
 
 def _error_log(path: Path) -> IO[str]:

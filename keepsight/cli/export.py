@@ -8,10 +8,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
 
-from keepsight.cli.options import Json, Named, Revision, SomeModel, one_model, option
-from keepsight.cli.terminal import console, facts, json_line, plain
+from keepsight.cli.options import JSON, MODEL, REVISION, Named, one_model, option
+from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError
 from keepsight.kinds import Options
 from keepsight.system.places import check_new_folder, expanded
@@ -19,17 +18,15 @@ from keepsight.system.words import check_export_words
 
 
 def export(
-    to: Annotated[Path, option("The new folder.", "--to", show_default=False)],
+    to: Path = option("The new folder.", "--to", show_default=False, default=...),
     named: Named = None,
-    model: SomeModel = None,
-    runtime: Annotated[str, option("onnx (ONNX Runtime) or openvino.", "--format")] = "onnx",
-    quantised: Annotated[str | None, option("int8 or int4; default: float32.", "--quant")] = None,
-    max_patches: Annotated[
-        int | None, option("Largest picture, in patches; default 16384.", min=1)
-    ] = None,
-    revision: Revision = None,
-    as_json: Json = False,
-    verbose: Annotated[bool, option("Also show what the exporters print.", "--verbose")] = False,
+    model: str | None = MODEL,
+    runtime: str = option("onnx (ONNX Runtime) or openvino.", "--format", default="onnx"),
+    quantised: str | None = option("int8 or int4; default: float32.", "--quant"),
+    max_patches: int | None = option("Largest picture, in patches; default 16384.", min=1),
+    revision: str | None = REVISION,
+    as_json: bool = JSON,
+    verbose: bool = option("Also show what the exporters print.", "--verbose", default=False),
 ) -> None:
     """Export a model to ONNX Runtime or OpenVINO; it sees and remembers there as it does here."""
     if named is None and model is None:
@@ -64,7 +61,7 @@ def export(
     if as_json:
         json_line(made)
         return
-    console().print(facts(show.summary(made)))
+    console().print(show.render(made))
     console().print(f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}", soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepsight.cli.options import Json
+from keepsight.cli.options import JSON
 from keepsight.cli.terminal import console, facts, json_line, loading_line, table
 from keepsight.errors import InputError
 
@@ -33,7 +33,7 @@ def families(
             metavar="TYPE", help="One model type, such as qwen3_vl.", show_default=False
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: bool = JSON,
 ) -> None:
     """List the model types that Keepsight serves exactly, or tell about one of them."""
     with loading_line("PyTorch"):
@@ -49,21 +49,13 @@ def families(
         console().print("keepsight families TYPE says what one is about", style="dim")
         return
     name = _known(named, list(SUPPORTED))
-    row, family = _row(name, SUPPORTED[name]), SUPPORTED[name]
+    row = _row(name, SUPPORTED[name])
     if as_json:
         json_line(row)
         return
-    only = family.packages_only
-    stock = "takes the features (vlm.inputs)" if family.feeds_stock else "takes pixels only"
-    said = {
-        "model type": name,
-        "reuses": f"{family.reuse}: {_REUSES[family.reuse]}",
-        "served by": _short(row["family"]),
-        "about": _first_words(family),
-        "makes": only and " ".join(f"packages only: {only}".split()),
-        "stock generate": None if only else stock,
-    }
-    console().print(facts(said))
+    said = {key.replace("_", " "): value for key, value in row.items()}
+    said |= {"served by": _short(said.pop("family"))}
+    console().print(facts(said | {"reuses": f"{row['reuses']}: {_REUSES[row['reuses']]}"}))
 
 
 def _known(given: str, types: list[str]) -> str:
@@ -80,19 +72,18 @@ def _known(given: str, types: list[str]) -> str:
 
 
 def _row(name: str, family: type[Family]) -> dict[str, str]:
-    said = _first_words(family)
-    return {
+    """What is known of a type; its module's first paragraph says what it is about."""
+    first = (sys.modules[family.__module__].__doc__ or "").split("\n\n")[0]
+    row = {
         "model_type": name,
         "reuses": family.reuse,
         "family": f"{family.__module__}.{family.__name__}",
-        "about": said if family.reuse == "prefix" else f"{said} Reuses: {family.reuse}.",
+        "about": " ".join(first.split()),
     }
-
-
-def _first_words(family: type[Family]) -> str:
-    """The first paragraph of its module's docstring."""
-    first = (sys.modules[family.__module__].__doc__ or "").split("\n\n")[0]
-    return " ".join(first.split())
+    if family.packages_only:
+        return row | {"makes": " ".join(f"packages only: {family.packages_only}".split())}
+    takes = "the features (vlm.inputs)" if family.feeds_stock else "pixels only"
+    return row | {"stock_generate": f"takes {takes}"}
 
 
 def _short(family: str) -> str:

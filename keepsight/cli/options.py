@@ -44,7 +44,13 @@ _LARGE = 50_000_000  # parameters from which the speed of a dtype matters
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def option(help: str, *names: str, check: Callable[[str], None] | None = None, **more: Any) -> Any:
+def option(
+    help: str,
+    *names: str,
+    default: Any = None,
+    check: Callable[[str], None] | None = None,
+    **more: Any,
+) -> Any:
     """An option; `check` refuses a value while the command line is parsed."""
 
     def look(value: str | None) -> str | None:
@@ -52,9 +58,8 @@ def option(help: str, *names: str, check: Callable[[str], None] | None = None, *
             check(value)
         return value
 
-    if check is not None:
-        more["callback"] = look
-    return typer.Option(*names, help=help, **more)
+    more |= {"callback": look} if check else {}
+    return typer.Option(default, *names, help=help, **more)
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
@@ -68,7 +73,7 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     for kind in groups.values():
         kinds = get_type_hints(kind, include_extras=True)
         for one in dataclasses.fields(kind):
-            kinds[one.name].__metadata__[0].rich_help_panel = kind.panel
+            one.default.rich_help_panel = kind.panel  # type: ignore[union-attr]
             how = inspect.Parameter.KEYWORD_ONLY
             spread.append(
                 inspect.Parameter(one.name, how, default=one.default, annotation=kinds[one.name])
@@ -87,18 +92,16 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-SomeModel = Annotated[
-    str | None,
-    option("demo (the default), demo-hybrid, demo-smol, a folder, or a hub id.", "--model", "-m"),
-]
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
-Images = Annotated[
-    list[str] | None,
-    option("File, folder, PDF, URL or .sight; - is standard input; repeatable.", "--image", "-i"),
-]
-Revision = Annotated[str | None, option("Branch, tag or commit of a hub id.")]
-Json = Annotated[bool, option("JSON for machines instead of text.", "--json")]
-ShowReport = Annotated[bool, option("Print what was reused, and why.", "--report")]
+MODEL = option(
+    "demo (the default), demo-hybrid, demo-smol, a folder, or a hub id.", "--model", "-m"
+)
+IMAGES = option(
+    "File, folder, PDF, URL or .sight; - is standard input; repeatable.", "--image", "-i"
+)
+REVISION = option("Branch, tag or commit of a hub id.")
+JSON = option("JSON for machines instead of text.", "--json", default=False)
+REPORT = option("Print what was reused, and why.", "--report", default=False)
 
 
 @dataclass
@@ -106,14 +109,13 @@ class Model:
     """Which model answers, and how it is loaded."""
 
     panel: ClassVar[str] = "Model and memory"
-    model: SomeModel = None
-    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", check=check_dtype)] = "auto"
-    device_map: Annotated[
-        str | None,
-        option("Where it goes: cpu, cuda, auto.", "--device", "--device-map", check=check_device),
-    ] = None
-    min_pixels: Annotated[int | None, option("Enlarge images with fewer pixels.", min=1)] = None
-    max_pixels: Annotated[int | None, option("Shrink images with more pixels.", min=1)] = None
+    model: str | None = MODEL
+    dtype: str = option("auto, float32, bfloat16 or float16.", check=check_dtype, default="auto")
+    device_map: str | None = option(
+        "Where it goes: cpu, cuda, auto.", "--device", "--device-map", check=check_device
+    )
+    min_pixels: int | None = option("Enlarge images with fewer pixels.", min=1)
+    max_pixels: int | None = option("Shrink images with more pixels.", min=1)
 
     def choose(self, named: str | None) -> str:
         """Take the model that is named first, or by `--model`."""
@@ -135,42 +137,29 @@ class Model:
 class Stored(Model):
     """And what it runs in, and remembers in."""
 
-    runtime: Annotated[
-        str | None,
-        option(
-            "torch, mlx, auto, or onnx or openvino: exported once, into the store.",
-            check=check_runtime,
-        ),
-    ] = None
-    weights: Annotated[
-        str | None,
-        option("int8, or int4 in an exported runtime. Default: as they are.", check=check_weights),
-    ] = None
-    store: Annotated[
-        str | None,
-        option(
-            "Folder to remember in. Default: memory only.",
-            envvar="KEEPSIGHT_STORE",
-            check=check_store_writable,
-        ),
-    ] = None
+    runtime: str | None = option(
+        "torch, mlx, auto, or onnx or openvino: exported once, into the store.", check=check_runtime
+    )
+    weights: str | None = option(
+        "int8, or int4 in an exported runtime. Default: as they are.", check=check_weights
+    )
+    store: str | None = option(
+        "Folder to remember in. Default: memory only.",
+        envvar="KEEPSIGHT_STORE",
+        check=check_store_writable,
+    )
 
 
 @dataclass
 class Remembering(Stored):
     """And whose memory, and what is behind it."""
 
-    remote: Annotated[
-        str | None,
-        option(
-            "Address behind the store, such as s3://bucket/name.",
-            envvar="KEEPSIGHT_REMOTE",
-            check=check_store_writable,
-        ),
-    ] = None
-    tenant: Annotated[
-        str | None, option("Whose memory to use; tenants of a store share nothing.")
-    ] = None
+    remote: str | None = option(
+        "Address behind the store, such as s3://bucket/name.",
+        envvar="KEEPSIGHT_REMOTE",
+        check=check_store_writable,
+    )
+    tenant: str | None = option("Whose memory to use; tenants of a store share nothing.")
 
 
 @dataclass
@@ -178,15 +167,12 @@ class Decoding:
     """How tokens are chosen."""
 
     panel: ClassVar[str] = "Decoding"
-    max_tokens: Annotated[int | None, option("The longest answer, in tokens.", min=1)] = None
-    temperature: Annotated[
-        float | None, option("0 is greedy. Default: the checkpoint's.", min=0.0)
-    ] = None
-    top_p: Annotated[
-        float | None,
-        option("Sample from the likeliest tokens of this total probability.", min=0.0, max=1.0),
-    ] = None
-    seed: Annotated[int | None, option("Seed of the sampling.", min=0)] = None
+    max_tokens: int | None = option("The longest answer, in tokens.", min=1)
+    temperature: float | None = option("0 is greedy. Default: the checkpoint's.", min=0.0)
+    top_p: float | None = option(
+        "Sample from the likeliest tokens of this total probability.", min=0.0, max=1.0
+    )
+    seed: int | None = option("Seed of the sampling.", min=0)
 
     def options(self) -> Options:
         """As the library takes them."""
@@ -208,15 +194,11 @@ class Form:
     """What the answer looks like."""
 
     panel: ClassVar[str] = "Form of the answer"
-    json_schema: Annotated[
-        str | None, option("JSON that fits this schema: a file, -, or the schema itself.")
-    ] = None
-    json_object: Annotated[bool, option("Any JSON object.", "--json-object")] = False
-    choices: Annotated[str | None, option("One of these texts: yes,no,unclear.")] = None
-    choice: Annotated[
-        list[str] | None, option("One of these texts, also with commas; repeatable.")
-    ] = None
-    regex: Annotated[str | None, option("A text that matches this to its end.")] = None
+    json_schema: str | None = option("JSON that fits this schema: a file, -, or the schema itself.")
+    json_object: bool = option("Any JSON object.", "--json-object", default=False)
+    choices: str | None = option("One of these texts: yes,no,unclear.")
+    choice: list[str] | None = option("One of these texts, also with commas; repeatable.")
+    regex: str | None = option("A text that matches this to its end.")
 
     def asked(self) -> formats.Format | None:
         """The one form that is named, checked; None without any."""
@@ -353,25 +335,17 @@ def load(
             options["tell"] = lambda line: typer.echo(line, err=True)
         vlm = ks.load(model, store=store or "", remote=remote or "", **options)
     if options.get("dtype") == "auto" and sys.stderr.isatty():
-        _warn_of_slow_dtype(vlm)
+        from keepsight.core.kernels.linear import has_bfloat16  # start-up time
+
+        it = vlm.model
+        halves = str(it.dtype) == "torch.bfloat16" and it.device.type == "cpu"
+        if halves and not has_bfloat16() and it.num_parameters() >= _LARGE:
+            typer.echo(
+                "this CPU has no instructions for bfloat16: prompts and pictures are several times "
+                "faster with --dtype float32, which takes twice the memory",
+                err=True,
+            )
     return vlm
-
-
-def _warn_of_slow_dtype(vlm: VLM) -> None:
-    """Warn if this CPU would run a large model several times slower than necessary."""
-    import torch
-
-    from keepsight.core.kernels.linear import has_bfloat16  # start-up time
-
-    model = vlm.model
-    if model.dtype != torch.bfloat16 or model.device.type != "cpu" or has_bfloat16():
-        return
-    if model.num_parameters() >= _LARGE:
-        typer.echo(
-            "this CPU has no instructions for bfloat16: prompts and pictures are several times "
-            "faster with --dtype float32, which takes twice the memory",
-            err=True,
-        )
 
 
 def pixel_limits(model: str, least: int | None, most: int | None) -> Options | None:
@@ -436,40 +410,17 @@ def check_images(names: Iterable[str]) -> None:
             pictures.size_of(data, name)
 
 
-_HEADER = 8  # bytes with the record's length, before its first brace
-
-
 def check_shown(path: Path) -> None:
     """Accept files that may be ours or an export; reading shows whether they are intact."""
     try:
         if not path.is_dir():
             with path.open("rb") as file:
-                start = file.read(_HEADER + 1)
-            if len(start) <= _HEADER or start[_HEADER:] != b"{":
-                raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
+                if file.read(9)[8:] != b"{":  # behind the record's length
+                    raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
         elif not any((path / part).exists() for part in (MANIFEST, "graphs")):
-            hint = "name a .sight or .keep file"
-            if found := sorted([*path.glob("*.sight"), *path.glob("*.keep")]):
-                hint = f"one of its files: keepsight show {found[0]}"
-            if (path / "config.json").is_file():
-                hint = f"what a model takes: keepsight plan {path}"
-            raise InputError(f"{path} is neither a store nor an export; {hint}")
+            raise InputError(
+                f"{path} is neither a store nor an export; name a .sight or .keep file in it, or "
+                f"see what a model takes: keepsight plan {path}"
+            )
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-PAGE_TITLE = "<title>Keepsight: look once, remember</title>"  # by which a page of ours is known
-
-
-def check_page(path: Path) -> None:
-    """Before the tour, refuse a page that cannot be written, or an existing foreign file."""
-    path = expanded(path)
-    why = ""
-    if path.is_dir():
-        why = "it is a folder; name a file such as tour.html"
-    elif not path.parent.is_dir():
-        why = f"there is no folder {path.parent}; name a file such as tour.html"
-    elif path.exists() and PAGE_TITLE.encode() not in path.read_bytes():
-        why = "a file of that name is there; name a new one"
-    if why:
-        raise InputError(f"--save {path}: {why}")

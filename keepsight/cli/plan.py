@@ -7,9 +7,8 @@ downloaded.
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
-from keepsight.cli.options import Json, Named, Revision, SomeModel, one_model, option
+from keepsight.cli.options import JSON, MODEL, REVISION, Named, one_model, option
 from keepsight.cli.terminal import console, json_line, loading_line, plain, table
 from keepsight.errors import InputError
 from keepsight.system.units import bytes_text, parse_bytes
@@ -17,12 +16,12 @@ from keepsight.system.units import bytes_text, parse_bytes
 
 def plan(
     named: Named = None,
-    model: SomeModel = None,
-    size: Annotated[str, option("Width and height of a picture.")] = "1280x800",
-    pictures: Annotated[int, option("Number of pictures in a store.", min=1)] = 1000,
-    budget: Annotated[str, option("Memory for features, and as much for prompts.")] = "2GiB",
-    revision: Revision = None,
-    as_json: Json = False,
+    model: str | None = MODEL,
+    size: str = option("Width and height of a picture.", default="1280x800"),
+    pictures: int = option("Number of pictures in a store.", min=1, default=1000),
+    budget: str = option("Memory for features, and as much for prompts.", default="2GiB"),
+    revision: str | None = REVISION,
+    as_json: bool = JSON,
 ) -> None:
     """Tell from a configuration alone how much memory weights, features and keys will take."""
     found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", size)

@@ -67,7 +67,7 @@ def _with_flags() -> Callable[..., None]:
     flags = {
         "named": typer.Argument(metavar="MODEL", help=fields["model"].description),
         **{name: _flag(name, field) for name, field in fields.items()},
-        "as_json": options.option(about, "--json", rich_help_panel="Network", show_default=False),
+        "as_json": typer.Option("--json", help=about, rich_help_panel="Network"),
     }
     call.__annotations__ = {
         name: Annotated[_kind(fields.get(name), name), flag] for name, flag in flags.items()

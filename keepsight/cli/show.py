@@ -22,7 +22,7 @@ from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.runtimes import load as exported
-from keepsight.runtimes.manifest import Manifest
+from keepsight.runtimes.manifest import PARTS, Manifest
 from keepsight.session import keep_file
 from keepsight.system.places import expanded
 from keepsight.system.units import bytes_text
@@ -39,7 +39,6 @@ _KINDS = {
         "a state of a store: the fixed-size layers behind one stretch of a prefix",
     ),
 }
-_PARTS = ("tower", "embedding", "decoder", "head")
 _RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 _HELD = {
     None: "float32",
@@ -155,17 +154,19 @@ def _export(folder: Path) -> Record:
 
 def of_manifest(folder: Path, manifest: Manifest) -> Record:
     """What an export says of itself, as plain data."""
+    files = manifest.files
     sizes = {
-        part: sum(f.bytes for n, f in manifest.files.items() if n.startswith(f"graphs/{part}."))
-        for part in _PARTS
+        part: sum(file.bytes for name, file in files.items() if name.startswith(f"graphs/{part}."))
+        for part in PARTS
     }
     names = ("format", "runtime", "quantised", "most_patches", "bytes", "deviation", "weights")
     return {
         "folder": str(folder),
         "kind": "export",
+        "what": f"an export for {_RUNTIMES[manifest.runtime]}, held in {_HELD[manifest.quantised]}",
         "model": manifest.model_type,
         **{name: getattr(manifest, name) for name in names},
-        "files": len(manifest.files),
+        "files": len(files),
         "graphs": sizes,
         "versions": manifest.versions,
     }
@@ -173,86 +174,45 @@ def of_manifest(folder: Path, manifest: Manifest) -> Record:
 
 # -- for people --------------------------------------------------------------------------------
 
+_SECTIONS = ("bound_to", "provenance", "weights", "versions", "other_versions")
+
 
 def render(described: Record) -> RenderableType:
-    """The tables that describe a file or an export."""
-    if described["kind"] == "export":
-        return _render_export(described)
-    ms = described["reading_ms"]
-    seconds = ms["everything, checked"]
-    size, held = bytes_text(described["bytes"]), bytes_text(described["tensor_bytes"])
-    said: dict[str, object] = {
-        "file": Text(plain(described["path"]), "bold"),
-        "what": f"{described['what']} (format {described['format']})",
-        "size": f"{size} on disk, {held} of tensors",
-        "integrity": Text(described["integrity"], "green"),
-        "reading": f"record {ms['record']:.1f} ms, everything {seconds:.1f} ms "
-        f"({_speed(described['bytes'], seconds)})",
-    }
-    names = ("tokens", "images", "image_tokens", "prefilled_tokens", "grid", "codec")
-    said |= {n.replace("_", " "): _text(described.get(n)) for n in (*names, "key", "identity")}
-    parts: list[RenderableType] = [facts(said)]
-    for message in described.get("messages", []):
-        pictures = f" [{message['images']} images]" if message["images"] else ""
-        parts.append(Text(plain(f"  {message['role']}:{pictures} {message['text']}")))
-    for title in ("bound_to", "provenance"):
-        if rows := {f"  {name}": _text(value) for name, value in described[title].items()}:
-            parts.append(facts(rows, f"\n{title.replace('_', ' ')}"))
-    tensors = described["tensors"]
-    cells = [
-        (t["name"], t["dtype"], "x".join(map(str, t["shape"])), bytes_text(t["bytes"]), digest)
+    """What `--json` says, for people: facts, and a table for each thing that has many."""
+    said, parts = dict[str, object](), list[RenderableType]()
+    for name, value in described.items():
+        title = name.replace("_", " ")
+        if name == "messages":
+            for message in value:
+                pictures = f" [{message['images']} images]" if message["images"] else ""
+                parts.append(Text(plain(f"  {message['role']}:{pictures} {message['text']}")))
+        elif name not in (*_SECTIONS, "tensors"):
+            words = bytes_text(value) if name.endswith("bytes") else _text(value)
+            said[title] = Text(words, "green") if name == "integrity" else words
+        elif value and name != "tensors":
+            rows = {f"  {inner}": _text(one) for inner, one in value.items()}
+            parts.append(facts(rows, f"\n{title}"))
+    if "tensors" in described:
+        parts.append(_tensors(described["tensors"]))
+    return Group(facts(said), *parts)
+
+
+def _tensors(tensors: list[Record]) -> RenderableType:
+    rows = [
+        (t["name"], t["dtype"], _text(t["shape"]), bytes_text(t["bytes"]), t["digest"][:12])
         for t in tensors[:_MOST_TENSORS]
-        for digest in [f"{t['digest'][:12]}…"]
     ]
     if (more := len(tensors) - _MOST_TENSORS) > 0:
-        cells.append((f"and {more} more", "", "", "", ""))
+        rows.append((f"and {more} more", "", "", "", ""))
     head = ("tensor", "dtype", "shape", "bytes", "digest")
-    return Group(*parts, table(*head, right=("shape", "bytes"), title="\ntensors", rows=cells))
-
-
-def _speed(nbytes: int, ms: float) -> str:
-    return f"{bytes_text(1e3 * nbytes / max(ms, 1e-3))}/s"
+    return table(*head, right=("shape", "bytes"), title="\ntensors", rows=rows)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(v)}" for name, v in value.items())
     if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
+        return "x".join(map(_text, value))
+    if isinstance(value, float):
+        return f"{value:.3g}"
     return "" if value is None else str(value)
-
-
-def _render_export(described: Record) -> RenderableType:
-    speed = _speed(described["bytes"], described["reading_ms"])
-    said = summary(described) | {
-        "integrity": Text(f"{described['integrity']} ({speed})", "green"),
-        **{f"weights, {name}": described["weights"][name] for name in ("all", "vision")},
-    }
-    others = described["other_versions"]
-    rows = [
-        (name, version, others[name]["here"] if name in others else "")
-        for name, version in described["versions"].items()
-    ]
-    versions = table("library", "made with", "here", title="\nversions", rows=rows)
-    return Group(facts(said), versions)
-
-
-def summary(export: Record) -> dict[str, object]:
-    """The lines about an export that its making ends with, too."""
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in export["graphs"].items())
-    patches, off = export["most_patches"], export["deviation"]
-    known = {name: off.get(name) for name in ("features", "logits")}
-    tokens = (off.get("same_tokens"), off.get("tokens"))
-    return {
-        "folder": Text(plain(export["folder"]), "bold"),
-        "what": f"an export of {export['model']} for {_RUNTIMES[export['runtime']]}",
-        "weights held in": _HELD[export["quantised"]],
-        "size": f"{bytes_text(export['bytes'])} in {export['files']} files: {parts}",
-        "largest picture": None if patches is None else f"{patches} patches",
-        **{
-            f"{name} off by": f"{value:.1e} of their scale"
-            for name, value in known.items()
-            if isinstance(value, int | float)
-        },
-        "same tokens": None if None in tokens else "{} of {}".format(*tokens),
-    }

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -32,7 +32,6 @@ from transformers import logging
 
 import keepsight as ks
 from keepsight.cli import show
-from keepsight.cli.options import PAGE_TITLE
 from keepsight.cli.terminal import plain, share_bar, table, thumbnail
 from keepsight.cli.tour_stock import TOKENS, StockSession, answer, judge, question
 from keepsight.demo.scene import COLORS, SHAPES, Scene, difference
@@ -146,17 +145,8 @@ class Stage:
     made: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recorder = Console(  # in colours, whatever the terminal can show
-            record=True,
-            file=io.StringIO(),
-            width=100,
-            color_system="truecolor",
-            force_terminal=True,
-            highlight=False,
-            markup=False,
-            emoji=False,
-            legacy_windows=False,
-        )
+        colours: Any = {"force_terminal": True, "color_system": "truecolor", "width": 100}
+        self.recorder = Console(record=True, file=io.StringIO(), legacy_windows=False, **colours)
 
     def draw(self) -> None:
         """Write the pictures to files."""
@@ -256,9 +246,8 @@ class Stage:
 
     def save(self, path: Path) -> None:
         """Write what was printed as one page, without scripts and without network."""
-        page = self.recorder.export_html().replace("<head>", f"<head>\n{PAGE_TITLE}", 1)
         try:
-            expanded(path).write_text(page, encoding="utf-8")
+            expanded(path).write_text(self.recorder.export_html(), encoding="utf-8")
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
 
