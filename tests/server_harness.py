@@ -75,6 +75,15 @@ def answered(connection: socket.socket) -> tuple[int, Any]:
         return answer.status, parsed(answer.read())
 
 
+def refusal(answer: tuple[int, Any, Any], status: int = 400) -> Any:
+    """The error of an answer, in OpenAI's shape."""
+    assert answer[0] == status, answer[:2]
+    error = answer[1]["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert answer[2]["x-request-id"].startswith("req_")
+    return error
+
+
 class Client:
     """A server that listens, as its clients see it."""
 
