@@ -123,7 +123,7 @@ def _name_unused(body: schema.ResponsesRequest, unused: schema.Unused) -> None:
         if name != _SCORED:
             unused.add(f"include[{number}]", f"{name[:100]!r} is not to be had here")
     for number, tool in enumerate(body.tools or ()):
-        if isinstance(tool, schema.HostedTool):
+        if isinstance(tool, schema.Foreign):
             unused.hosted(tool, f"tools[{number}]")
 
 
@@ -145,7 +145,7 @@ def _messages(
     if body.instructions is not None:
         add("instructions", "", role="system", content=body.instructions)
     for item, place in items:
-        if isinstance(item, schema.OtherItem):
+        if isinstance(item, schema.Foreign):
             unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
             continue
         if isinstance(item, schema.ThoughtItem):
@@ -357,9 +357,7 @@ def routes(service: Service) -> APIRouter:
         def read() -> tuple[list[schema.Item], schema.ChatRequest, Record]:
             items = store.conversation(caller.tenant, caller.salted(body.cache_salt), body)
             new = [item for item, place in items if place != _BEFORE]
-            kept: list[schema.Item] = [
-                item for item in new if not isinstance(item, schema.OtherItem)
-            ]
+            kept: list[schema.Item] = [item for item in new if not isinstance(item, schema.Foreign)]
             return kept, as_chat(body, items, visit.unused), _repeated(body)
 
         asked, chat, repeated = await threads.run(read, visit.size > LARGE_BODY)
