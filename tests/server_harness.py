@@ -75,6 +75,15 @@ def answered(connection: socket.socket) -> tuple[int, Any]:
         return answer.status, parsed(answer.read())
 
 
+def refusal(answer: tuple[int, Any, Any], status: int = 400) -> Any:
+    """The error of an answer, in OpenAI's shape."""
+    assert answer[0] == status, answer[:2]
+    error = answer[1]["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert answer[2]["x-request-id"].startswith("req_")
+    return error
+
+
 class Client:
     """A server that listens, as its clients see it."""
 
@@ -159,12 +168,14 @@ class Process(Client):
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[Process]:
+def served(*flags: str, log: bool = False) -> Iterator[Process]:
     """A real server with these flags; what is left of it at the end is killed."""
-    command = [sys.executable, "-m", "keepsight", "serve", "demo", "--port", "0", "--no-log"]
+    command = [sys.executable, "-m", "keepsight", "serve", "demo", "--port", "0"]
+    command += [] if log else ["--no-log"]
+    errors = subprocess.PIPE if log else None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, *flags], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
     )
     try:
         assert process.stdout is not None

@@ -17,12 +17,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, answered, live
+from server_harness import Live, Scripted, answered, live, served
 from typer.testing import CliRunner
 
 import keepsight as ks
@@ -34,23 +33,6 @@ from keepsight.report import Piece
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PICTURE = str(EXAMPLES / "picture.png")
-
-
-@contextmanager
-def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`keepsight serve demo` in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "keepsight", "serve", "demo", "--port", "0", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        lines = [process.stdout.readline() for _ in range(3)] if process.stdout else [""]
-        assert " at http://" in lines[0] and "curl" in lines[2], process.communicate()[1]
-        yield process, lines[0].split(" at ")[1].split()[0]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -118,18 +100,18 @@ def test_serve_from_start_to_end(tmp_path: Path) -> None:
     """A configuration, a request, a line in the log without a word of it, an orderly end."""
     config = tmp_path / "server.toml"
     config.write_text('model_name = "mine"\n[[keys]]\nname = "ann"\nkey = "ann-key"\n')
-    with served("--config", str(config)) as (process, url):
+    with served("--config", str(config), log=True) as server:
         body: dict[str, Any] = {"model": "mine", "user": "somebody"}
         body["messages"] = [{"role": "user", "content": "Hello!"}]
         headers = {"authorization": "Bearer ann-key", "content-type": "application/json"}
         request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), headers
+            f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=60)
-    assert process.returncode == 0
+        server.process.send_signal(signal.SIGTERM)
+        out, log = server.process.communicate(timeout=60)
+    assert server.process.returncode == 0 and "curl" in out
     [line] = [json.loads(text) for text in log.splitlines() if text.startswith("{")]
     assert line["path"] == "/v1/chat/completions" and line["status"] == 200
     assert line["key"] == "ann" and line["user"] == "somebody"

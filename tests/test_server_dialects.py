@@ -1,6 +1,6 @@
 """Request bodies as clients really send them, recorded from their current releases or taken from
 the documents of the servers they were written for. All that does not constrain an answer is
-answered, and what is not used is named; what does constrain it is refused by name.
+answered, and what is not used is named. `test_server_refusals.py` has what is refused.
 
 `tests/clients/` runs the clients themselves.
 """
@@ -264,33 +264,6 @@ FORCED: dict[str, tuple[dict[str, Any], str]] = {
         "look",
     ),
 }  # fmt: skip
-# What cannot be done, and the field that is refused.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "vllm: allowed": (chat(allowed_token_ids=[1]), "allowed_token_ids"),
-    "vllm: beams": (chat(use_beam_search=True), "use_beam_search"),
-    "vllm: best of": (chat(best_of=2), "best_of"),
-    "vllm: cut": (chat(truncate_prompt_tokens=9), "truncate_prompt_tokens"),
-    "vllm: template": (chat(chat_template="{{ messages }}"), "chat_template"),
-    "openai: many": (chat(n=9), "n"),
-    "openai: sound": (chat(modalities=["text", "audio"]), "modalities"),
-    "openai: functions": (chat(functions=[LOOK]), "functions"),
-    "openai: search": (chat(web_search_options={}), "web_search_options"),
-    "openai: background": (responses(background=True), "background"),
-    "openai: a conversation": (responses(conversation="conv_1"), "conversation"),
-    "openai: a call that was": (answer(function_call={"name": "a", "arguments": "{}"}),
-        "messages[1].function_call"),
-    "openai: a forced search": (responses(tools=[{"type": "web_search"}],
-        tool_choice={"type": "web_search"}), "tool_choice"),
-    "an item of a type misspelt": (responses({**SHOWN, "type": "mesage"}), "input[0]"),
-    "129 stops": (chat(stop=["a"] * 129), "stop"),
-    "base64 of no picture": (part(image_url="aGVsbG8h"), "messages[0].content[0].image_url"),
-    "a wrong type": (chat(temperature="hot"), "temperature"),
-    "a part that is none": (chat({"role": "user", "content": [{"type": "pictur", "pictur": "x"}]}),
-        "messages[0].content[0]"),
-    "ollama: no picture": (chat({"role": "user", "content": ASKED, "images": [5]}),
-        "messages[0].images[0]"),
-    "qwen: too large": (part(min_pixels=1_000_000), "messages[0].content[0].min_pixels"),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -332,13 +305,6 @@ def test_what_constrains_an_answer_is_honoured(server: Live, what: str) -> None:
         items = answer["output"]
         found = [one.get("name") or one["content"][0]["text"] for one in items]
     assert found[0] == wanted, answer
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_done_is_refused(server: Live, what: str) -> None:
-    body, param = REFUSED[what]
-    status, answer, _ = sent(server, body)
-    assert status == 400 and answer["error"]["param"] == param, answer
 
 
 def test_every_field_has_its_place_in_the_docs() -> None:

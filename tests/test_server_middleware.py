@@ -21,6 +21,7 @@ from server_harness import (
     bearer,
     live,
     png,
+    refusal,
     scene,
     until,
     uri,
@@ -61,130 +62,11 @@ def locked(vlm: Any) -> Iterator[Live]:
         yield it
 
 
-def refusal(answer: tuple[int, Any, Any], status: int = 400) -> Any:
-    """The error of an answer, in OpenAI's shape."""
-    assert answer[0] == status, answer[:2]
-    error = answer[1]["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"]
-    assert answer[2]["x-request-id"].startswith("req_")
-    return error
-
-
 # -- bad bodies --------------------------------------------------------------------------------
 
 
 def user(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": "hello"}, "messages"),
-        (user(5), "messages[0].content"),
-        (user([]), "messages[0].content"),
-        (user(None), "messages[0].content"),
-        (user([{"type": "pictur"}]), "messages[0].content[0]"),
-        (user([{"type": "image_url", "image_url": "x"}]), "messages[0].content[0].image_url"),
-        ({"messages": [{"role": "bishop", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({**user("x"), "temperature": "1"}, "temperature"),
-        ({**user("x"), "temperature": 3}, "temperature"),
-        ({**user("x"), "max_tokens": 0}, "max_tokens"),
-        ({**user("x"), "max_tokens": 65}, "max_tokens"),
-        ({**user("x"), "n": 9}, "n"),
-        ({**user("x"), "n": True}, "n"),
-        ({**user("x"), "seed": 2**64}, "seed"),
-        ({**user("x"), "stop": [""]}, "stop[0]"),
-        ({**user("x"), "stop": 5}, "stop"),
-        ({**user("x"), "stop": ["a", 5]}, "stop[1]"),
-        ({**user("x"), "tool_choice": {"type": "function", "function": {"nam": "f"}}},
-            "tool_choice.function.name"),
-        ({**user("x"), "top_logprobs": 2}, "top_logprobs"),
-        ({**user("x"), "logit_bias": {"9999": 1}}, "logit_bias"),
-        ({**user("x"), "functions": [{}]}, "functions"),
-        ({**user("x"), "response_format": {"type": "json_schema"}}, "response_format"),
-        ({**user("x"), "response_format": {"type": "xml"}}, "response_format.type"),
-        ({**user("x"), "modalities": ["audio"]}, "modalities"),
-        ({**user("x"), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({**user("x"), "stream_options": {"include_usage": True}}, "stream_options"),
-        ({**user("x"), "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({**user("x"), "keepsight": {"repot": True}}, "keepsight.repot"),
-        ({"messages": asked("http://127.0.0.1/x.png")}, "messages[0].content[0]"),
-        ({"messages": asked("file:///etc/passwd")}, "messages[0].content[0].image_url"),
-        ({"messages": asked(*[scene(1)] * 5)}, "messages[0].content[4]"),
-        ({"messages": asked(scene(1), uri(b"GIF89a"))}, "messages[0].content[1]"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) -> None:
-    assert refusal(server.chat(body))["param"] == param
-
-
-def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "input_text", "text": "x"}, *parts]}]
-
-
-def pictured(**fields: str) -> list[dict[str, Any]]:
-    return said({"type": "input_image", **fields})
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"input": []}, "input"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
-        ({"input": "x", "max_output_tokens": 65}, "max_output_tokens"),
-        ({"input": "x y " * 20_000}, "input"),
-        ({"input": pictured(image_url="nowhere")}, "input[0].content[1].image_url"),
-        ({"input": pictured(image_url=uri(b"GIF89a"))}, "input[0].content[1]"),
-        ({"input": pictured(image_url="http://[::1]/")}, "input[0].content[1]"),
-        ({"input": pictured(file_id="file-x")}, "input[0].content[1].file_id"),
-        ({"instructions": "x", "input": [*said(), {"role": "user", "content": []}]},
-            "input[1].content"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
-            "input[0].output"),
-        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
-    server: Live, more: dict[str, Any], param: str
-) -> None:
-    error = refusal(
-        server.call("/v1/responses", {"model": "demo", **more}),
-        404 if param.endswith("file_id") else 400,
-    )
-    assert error["param"] == param and "messages" not in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "more", "hint"),
-    [
-        ("chat/completions", {"keepsight": {"reprot": True}}, "'keepsight.reprot'; see /docs"),
-        ("cache/pin", {"num_predict": 5}, "'num_predict'; see /docs"),
-        ("cache/reset", {"everone": True}, "did you mean everyone?"),
-        ("models?api-version=1", None, "'api-version'; see /docs"),
-        ("files?ordr=asc", None, "did you mean order?"),
-        ("cache/images?store=true", None, "did you mean stored?"),
-    ],
-)
-def test_what_must_not_be_guessed_is_answered_with_what_is_known(
-    server: Live, path: str, more: dict[str, Any], hint: str
-) -> None:
-    body = {"model": "demo", **user("x"), **more} if path != "cache/reset" and more else more
-    error = refusal(server.call(f"/v1/{path}", body))
-    assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
-    assert server.call("/health?x=1")[0] == 200
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "auto", "x": 1}, "maybe", 5, [], {}])
-def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> None:
-    for path, more in (("chat/completions", user("x")), ("responses", {"input": "x"})):
-        body = {"model": "demo", **more, "tool_choice": choice}
-        error = refusal(server.call(f"/v1/{path}", body))
-        assert error["param"] == "tool_choice" and error["message"].startswith(
-            "invalid value for 'tool_choice': expected 'none', 'auto', 'required', or a function"
-        )
 
 
 def test_whatever_answers_get_answers_head(server: Live) -> None:
@@ -197,19 +79,6 @@ def test_whatever_answers_get_answers_head(server: Live) -> None:
     assert server.call("/v1/files/file-0", method="HEAD")[0] == 404
     other = server.call("/v1/files", {}, "PUT")
     assert refusal(other, 405)["code"] == "method_not_allowed" and other[2]["allow"]
-
-
-def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
-    parts = [{"type": "pictur", "image": "x"}, {"text": "x"}, {"type": "image_url", "image_url": 1}]
-    whys = [refusal(server.chat(user([part])))["message"] for part in parts]
-    item = {"model": "demo", "input": [{"type": "item_referral", "id": "x"}]}
-    whys.append(refusal(server.call("/v1/responses", item))["message"])
-    assert "its type is 'pictur', expected one of 'text'," in whys[0]
-    assert "it has no type" in whys[1] and "a valid string" in whys[2]
-    assert "its type is 'item_referral', expected one of 'message'," in whys[3]
-    plain = {"content-type": "text/plain"}
-    sent = server.call("/v1/chat/completions", json.dumps(user("x")).encode(), headers=plain)
-    assert "Content-Type: application/json" in refusal(sent)["message"]
 
 
 def test_places_models_and_methods(server: Live) -> None:

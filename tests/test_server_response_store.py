@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import TEMPLATE, Live, Scripted, live, scene, uri
+from server_harness import TEMPLATE, Live, Scripted, bearer, live, scene, uri
 
 import keepsight as ks
 from keepsight.server.config import ApiKey
@@ -42,11 +42,7 @@ def server(vlm: Any) -> Iterator[Live]:
 
 def respond(server: Live, *items: Any, who: str | None = None, **more: Any) -> tuple[int, Any]:
     body = {"model": "demo", "input": list(items), "max_output_tokens": 8, **more}
-    return server.call(PATH, body, headers=bearer(who))[:2]
-
-
-def bearer(who: str | None) -> dict[str, str]:
-    return {} if who is None else {"authorization": f"Bearer {who}-key"}
+    return server.call(PATH, body, headers=bearer(who or ""))[:2]
 
 
 def test_a_response_goes_on_from_another_as_if_all_were_sent(server: Live) -> None:

@@ -276,6 +276,12 @@ class Visit:
             raise ApiError(401, "no API key", code="invalid_api_key")
         return self.caller
 
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Work that grows with the body: in a thread unless it is small."""
+        if self.size <= _SMALL_BODY:
+            return work()
+        return await self.service.threads.run(work, large=self.size > LARGE_BODY)
+
     def answered(self, usage: Usage, report: Report, reason: str) -> None:
         self.service.metrics.answered(usage, report)
         written = self.fields.get("completion_tokens", 0) + usage.completion_tokens
@@ -514,18 +520,13 @@ def posts(
         async def endpoint(request: Request) -> Response:
             visit, data = visit_of(request), await request.body()
 
-            async def beside(work: Callable[[], T]) -> T:
-                if visit.size <= _SMALL_BODY:
-                    return work()
-                return await visit.service.threads.run(work, large=visit.size > LARGE_BODY)
-
             async def answer() -> Response:
-                body = await beside(lambda: parsed(kind, data, request.headers, visit))
+                body = await visit.beside(lambda: parsed(kind, data, request.headers, visit))
                 visit.service.model.check_name(getattr(body, "model", None))
                 made = await handler(body, visit)
                 if isinstance(made, Response):
                     return made
-                return await beside(lambda: JSONResponse(made))
+                return await visit.beside(lambda: JSONResponse(made))
 
             return await _unless_gone(request, answer(), visit)
 

@@ -307,8 +307,12 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         if body.everyone and body.cache_salt is not None:
             raise ApiError(400, "give either everyone or cache_salt", param="everyone")
         whose = None if body.everyone else visit.who().salted(body.cache_salt)
-        await service.change_cache(lambda: pins.clear(service.vlm.runtime, whose, body.store))
-        service.responses.forget(whose)
+
+        def work() -> None:
+            pins.clear(service.vlm.runtime, whose, body.store)
+            service.responses.forget(whose)
+
+        await service.change_cache(work)
         return {"object": "cache.reset", "everyone": whose is None}
 
     @router.post("/v1/cache/flush", operation_id="cache_flush")

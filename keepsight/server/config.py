@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,9 +58,13 @@ def _no_bool(value: object) -> object:
     return value
 
 
-def _texts(value: object) -> object:
+def _texts(value: Any) -> Any:
     """A text with commas, as in a variable of the environment, or a list."""
     return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+def _each(check: Callable[[str], str]) -> AfterValidator:
+    return AfterValidator(lambda values: tuple(map(check, values)))
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes)]
@@ -69,12 +73,8 @@ SecondsOrNever = Annotated[float | str, BeforeValidator(_never_or_seconds)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Count = Annotated[Whole, Field(ge=1)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_texts)]
-Origins = Annotated[
-    tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_texts)
-]
-Proxies = Annotated[
-    tuple[Annotated[str, AfterValidator(_proxy)], ...], NoDecode, BeforeValidator(_texts)
-]
+Origins = Annotated[Texts, _each(_origin)]
+Proxies = Annotated[Texts, _each(_proxy)]
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -222,10 +222,11 @@ class ServerConfig(BaseSettings):
     @classmethod
     def _with_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The keys of flags beside those of the file."""
-        keys = [ApiKey.parse(text) for text in _texts(given.get("api_key", ()))]  # type: ignore[attr-defined]
-        admins = _texts(given.get("admin_key", ()))
-        keys += [ApiKey.parse(text, admin=True) for text in admins]  # type: ignore[attr-defined]
-        return {**given, "keys": [*given.get("keys", ()), *keys], "api_key": (), "admin_key": ()}
+        keys = list(given.get("keys", ()))
+        for name in ("api_key", "admin_key"):
+            texts = _texts(given.get(name, ()))
+            keys += [ApiKey.parse(text, admin=name == "admin_key") for text in texts]
+        return {**given, "keys": keys, "api_key": (), "admin_key": ()}
 
     @model_validator(mode="after")
     def _no_key_twice(self) -> ServerConfig:
@@ -269,12 +270,10 @@ def _refusal(error: ValidationError) -> Exception:
     first = error.errors()[0]
     cause, place = first.get("ctx", {}).get("error"), first["loc"]
     name = str(place[0]) if place else ""
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known: Iterable[str] = ServerConfig.model_fields
-        if name == "keys":
-            known = ApiKey.__dataclass_fields__
-        where = "a key" if name == "keys" else "the server"
-        return UnknownOption.among([str(place[-1])], known, where)
+    if first["type"] == "unexpected_keyword_argument":
+        return UnknownOption.among([str(place[-1])], ApiKey.__dataclass_fields__, "a key")
+    if first["type"] == "extra_forbidden":
+        return UnknownOption.among([name], ServerConfig.model_fields, "the server")
     why = str(cause or first["msg"]).replace("Input should be", "expected")
     if not place:
         return InputError(why)

@@ -39,28 +39,32 @@ _RELEVANT = {"relevant": {"type": "noul", "instructions": "Is the document relev
 # -- routes --------------------------------------------------------------------------------------
 
 Build = Callable[[MessageReader], list[Record]]  # the requests of System One that a body becomes
+Made = Callable[[list[Decisions]], Record]
 
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["decisions"])
 
-    async def decided(body: schema.SharedFields, visit: Visit, build: Build) -> list[Decisions]:
+    async def decided(
+        body: schema.SharedFields, visit: Visit, build: Build, made: Made, kind: str = ""
+    ) -> Record:
+        """Ask what `build` makes of a body; the response that `made` makes of the answers."""
         tenant = visit.who().salted(body.cache_salt)
         asked = await service.threads.wait(lambda: build(service.reader(body, visit)))
 
-        def decide(run: Callable[[Sequence[Answer]], None]) -> list[Decisions]:
+        def decide(run: Callable[[Sequence[Answer]], None]) -> tuple[GroupReport, Record]:
             try:
-                return service.vlm.decider.decide(asked, None, tenant, run)
+                found = service.vlm.decider.decide(asked, None, tenant, run)
             except InputError as error:
                 if (field := _FIELD.match(str(error))) is None:
                     raise
                 raise invalid(field[0], str(error)) from error
+            return found[0].report, told(body, found[0].report, kind, **made(found))
 
-        found = await service.on_errand(visit, decide)
-        usage, times = found[0].report.usage, found[0].report.milliseconds
-        visit.who().spend(usage.prompt_tokens)
-        visit.answered(usage, Report(milliseconds=times), "stop")
-        return found
+        report, answer = await service.on_errand(visit, decide)
+        visit.who().spend(report.usage.prompt_tokens)
+        visit.answered(report.usage, Report(milliseconds=report.milliseconds), "stop")
+        return answer
 
     def told(
         body: schema.SharedFields, report: GroupReport, kind: str = "", **more: object
@@ -85,47 +89,47 @@ def routes(service: Service) -> APIRouter:
 
         if not isinstance(body.state, str | dict | list):
             raise invalid("state", "state: expected a text, a record or a list")
-        (answers,) = await decided(body, visit, build)
-        usage = {"input_tokens": answers.usage.prompt_tokens, "output_tokens": 0}
-        return told(body, answers.report, answers=dict(answers), usage=usage)
+
+        def made(found: list[Decisions]) -> Record:
+            usage = {"input_tokens": found[0].usage.prompt_tokens, "output_tokens": 0}
+            return {"answers": dict(found[0]), "usage": usage}
+
+        return await decided(body, visit, build, made)
 
     @posts(router, "/v1/decisions", schema.DecisionsRequest, "decisions")
     async def decisions(body: schema.DecisionsRequest, visit: Visit) -> object:
         """Predicates, choices and scores about an input, as in OpenAI's API."""
         asked = _Asked(body)
-        (answers,) = await decided(body, visit, asked.build)
-        total, cached = answers.report.prompt_tokens, answers.report.cached_tokens
-        usage = {
-            "input_tokens": total,
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": 0,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": total,
-        }
-        return told(body, answers.report, answers=asked.answers(answers), usage=usage)
+        return await decided(body, visit, asked.build, asked.made)
 
     @posts(router, "/v1/score", schema.ScoreRequest, "score")
     async def score(body: schema.ScoreRequest, visit: Visit) -> object:
         """How well pairs of texts or pictures fit: the probability of a yes."""
-        found = await decided(body, visit, _pairs(*body.sides(), body.instruction))
-        data = [
-            {"index": i, "object": "score", "score": one["relevant"]["noul"]}
-            for i, one in enumerate(found)
-        ]
-        more = {"object": "list", "created": int(time.time()), "data": data}
-        return told(body, found[0].report, "score", **more)
+
+        def made(found: list[Decisions]) -> Record:
+            data = [
+                {"index": i, "object": "score", "score": one["relevant"]["noul"]}
+                for i, one in enumerate(found)
+            ]
+            return {"object": "list", "created": int(time.time()), "data": data}
+
+        build = _pairs(*body.sides(), body.instruction)
+        return await decided(body, visit, build, made, "score")
 
     async def rerank(body: schema.RerankRequest, visit: Visit) -> object:
         """Documents by how well they fit a query, the best first."""
-        queries = [body.query] * len(body.documents)
-        found = await decided(body, visit, _pairs(queries, body.documents, body.instruction))
-        results = [
-            {"index": i, "relevance_score": one["relevant"]["noul"]}
-            | ({} if body.return_documents is False else {"document": _shown(document)})
-            for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
-        ]
-        results.sort(key=lambda one: -one["relevance_score"])
-        return told(body, found[0].report, "rerank", results=results[: body.top_n or None])
+
+        def made(found: list[Decisions]) -> Record:
+            results = [
+                {"index": i, "relevance_score": one["relevant"]["noul"]}
+                | ({} if body.return_documents is False else {"document": _shown(document)})
+                for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
+            ]
+            results.sort(key=lambda one: -one["relevance_score"])
+            return {"results": results[: body.top_n or None]}
+
+        build = _pairs([body.query] * len(body.documents), body.documents, body.instruction)
+        return await decided(body, visit, build, made, "rerank")
 
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         name, shown = "rerank" + path.replace("/", "_"), path == "/v1/rerank"
@@ -257,7 +261,21 @@ class _Asked:
             options[shown], criteria[shown] = value, choice.description
         return {**made, "type": "choice", "criteria": criteria}
 
-    def answers(self, found: Decisions) -> list[Record]:
+    def made(self, found: list[Decisions]) -> Record:
+        report = found[0].report
+        usage = {
+            "input_tokens": report.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": report.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": report.prompt_tokens,
+        }
+        return {"answers": self._answers(found[0]), "usage": usage}
+
+    def _answers(self, found: Decisions) -> list[Record]:
         made = []
         for one, name, values in zip(self._body.questions, self._names, self._options, strict=True):
             answer = found[name]

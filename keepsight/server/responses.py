@@ -123,7 +123,7 @@ def _name_unused(body: schema.ResponsesRequest, unused: schema.Unused) -> None:
         if name != _SCORED:
             unused.add(f"include[{number}]", f"{name[:100]!r} is not to be had here")
     for number, tool in enumerate(body.tools or ()):
-        if isinstance(tool, schema.HostedTool):
+        if isinstance(tool, schema.Foreign):
             unused.hosted(tool, f"tools[{number}]")
 
 
@@ -145,7 +145,7 @@ def _messages(
     if body.instructions is not None:
         add("instructions", "", role="system", content=body.instructions)
     for item, place in items:
-        if isinstance(item, schema.OtherItem):
+        if isinstance(item, schema.Foreign):
             unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
             continue
         if isinstance(item, schema.ThoughtItem):
@@ -354,17 +354,15 @@ def routes(service: Service) -> APIRouter:
             visit.unused.add("store", "this server keeps no responses; see --responses-budget")
         caller = visit.who()
 
-        def read() -> tuple[list[schema.Item], schema.ChatRequest]:
+        def read() -> tuple[list[schema.Item], schema.ChatRequest, Record]:
             items = store.conversation(caller.tenant, caller.salted(body.cache_salt), body)
             new = [item for item, place in items if place != _BEFORE]
-            kept: list[schema.Item] = [
-                item for item in new if not isinstance(item, schema.OtherItem)
-            ]
-            return kept, as_chat(body, items, visit.unused)
+            kept: list[schema.Item] = [item for item in new if not isinstance(item, schema.Foreign)]
+            return kept, as_chat(body, items, visit.unused), _repeated(body)
 
-        asked, chat = await threads.run(read, visit.size > LARGE_BODY)
+        asked, chat, repeated = await threads.run(read, visit.size > LARGE_BODY)
         [answer] = await service.submit(await service.ask(chat, visit))
-        writer = _Writer(service, body, asked, answer, visit)
+        writer = _Writer(service, body, asked, repeated, answer, visit)
         if body.stream:
             return EventStream(writer.lines(), visit, [answer])
         return await writer.whole()
@@ -404,6 +402,7 @@ class _Writer:
     service: Service
     body: schema.ResponsesRequest
     asked: list[schema.Item]
+    repeated: Record  # what responses repeat of their requests
     answer: AnswerStream
     visit: Visit
 
@@ -541,7 +540,6 @@ class _Writer:
         return self._outside(name, item_id=self._output[-1]["id"], content_index=0, **fields)
 
     def _response(self, status: str) -> Record:
-        body = self.body
         short = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,
@@ -550,26 +548,30 @@ class _Writer:
             "status": status,
             "error": None,
             "incomplete_details": short,
-            "instructions": body.instructions,
-            "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
-            "metadata": body.metadata or {},
             "model": self.service.model.name,
             "output": [dict(item) for item in self._output],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
             "service_tier": "default",
             "store": False,
-            "temperature": body.temperature,
-            "text": {"format": _as_sent(body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": _as_sent(body.tool_choice) or "auto",
-            "tools": [
-                t.model_dump() for t in body.tools or [] if isinstance(t, schema.FunctionTool)
-            ],
-            "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
+            **self.repeated,
         }
+
+
+def _repeated(body: schema.ResponsesRequest) -> Record:
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+        "temperature": body.temperature,
+        "text": {"format": _as_sent(body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": _as_sent(body.tool_choice) or "auto",
+        "tools": [t.model_dump() for t in body.tools or () if isinstance(t, schema.FunctionTool)],
+        "top_p": body.top_p,
+    }
 
 
 def _as_sent(given: BaseModel | str | None) -> object:

@@ -64,7 +64,7 @@ class Inner(BaseModel):
 
 
 class TextPart(Inner):
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
     text: Text
 
 
@@ -171,8 +171,9 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class HostedTool(Inner):
-    """A tool that another kind of server runs: accepted, named, and not shown to the model."""
+class Foreign(Inner):
+    """A tool that another kind of server runs, or what it did (a search, a call): accepted, named,
+    and not shown to the model."""
 
     type: Name
 
@@ -181,9 +182,9 @@ _FUNCTION, _HOSTED = Tag("as function"), Tag("as hosted")
 _BY_KIND = Discriminator(
     lambda value: "as function" if kind_of(value, "function") == "function" else "as hosted"
 )
-AnyTool = Annotated[Annotated[Tool, _FUNCTION] | Annotated[HostedTool, _HOSTED], _BY_KIND]
+AnyTool = Annotated[Annotated[Tool, _FUNCTION] | Annotated[Foreign, _HOSTED], _BY_KIND]
 AnyFunctionTool = Annotated[
-    Annotated[FunctionTool, _FUNCTION] | Annotated[HostedTool, _HOSTED], _BY_KIND
+    Annotated[FunctionTool, _FUNCTION] | Annotated[Foreign, _HOSTED], _BY_KIND
 ]
 
 
@@ -263,16 +264,11 @@ class MessageItem(Inner):
     id: Id | None = None
 
 
-class Thought(Inner):
-    type: Literal["reasoning_text", "summary_text"]
-    text: Text
-
-
 class ThoughtItem(Inner):
     type: Literal["reasoning"]
     id: Id | None = None
-    summary: list[Thought] | None = None
-    content: list[Thought] | None = None
+    summary: list[TextPart] | None = None
+    content: list[TextPart] | None = None
 
 
 class CallItem(Inner):
@@ -295,12 +291,6 @@ class Reference(Inner):
     id: Id
 
 
-class OtherItem(Inner):
-    """An action of another server: a search, or a call of a hosted tool."""
-
-    type: Name
-
-
 _ELSEWHERE = re.compile(r"(?!function_)(\w+_(call|call_output)$|mcp_|tool_search_|compaction)")
 
 
@@ -317,7 +307,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag("as function_call")]
     | Annotated[ResultItem, Tag("as function_call_output")]
     | Annotated[Reference, Tag("as item_reference")]
-    | Annotated[OtherItem, Tag("as another")],
+    | Annotated[Foreign, Tag("as another")],
     Discriminator(_item_kind),
 ]
 
@@ -379,7 +369,7 @@ class Unused:
         else:
             self._more += 1
 
-    def hosted(self, tool: HostedTool, place: str) -> None:
+    def hosted(self, tool: Foreign, place: str) -> None:
         self.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
 
     def sift(self, body: Body) -> None:

@@ -97,7 +97,7 @@ class Service:
         if body.shown_tools:
             self.model.check_tools()
         for number, tool in enumerate(body.tools or ()):
-            if isinstance(tool, schema.HostedTool):
+            if isinstance(tool, schema.Foreign):
                 visit.unused.hosted(tool, f"tools[{number}]")
         tenant = visit.who().salted(body.cache_salt)
         messages = self.reader(body, visit).messages(body.messages, self.model.template)

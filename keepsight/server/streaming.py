@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -173,7 +174,12 @@ async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIter
                 return
             following = asyncio.ensure_future(anext(events, None))
             name, data = event
-            text = data if isinstance(data, str) else _dumped(data)
+            if isinstance(data, str):
+                text = data
+            elif "response" in data:  # it repeats what was asked
+                text = await visit.beside(partial(_dumped, data))
+            else:
+                text = _dumped(data)
             yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
     except Exception as error:
         yield f"data: {_dumped(visit.problem(error).body())}\n\n"
