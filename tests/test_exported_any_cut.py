@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from exported_models import exported, exported_demo, small
-from model_parts import picture
+from models import picture, turn
 from test_exact import Catch
 from torch import Tensor
 
@@ -25,11 +25,6 @@ from keepsight.runtimes.onnx import OnnxSession
 
 KINDS = ("qwen3_vl", "llava")
 GREEDY: dict[str, Any] = {"do_sample": False}
-
-
-def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
 
 
 @contextmanager
