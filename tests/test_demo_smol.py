@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import turn
 from PIL import Image, ImageDraw
 from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -148,11 +149,6 @@ def scene(color: str = "red", left: int = 150) -> Image.Image:
     image = Image.new("RGB", (448, 448), "white")
     ImageDraw.Draw(image).ellipse((left, 150, left + 150, 300), fill=color)
     return image
-
-
-def turn(question: str, *pictures: Image.Image) -> dict[str, Any]:
-    parts: list[Any] = [{"type": "image", "image": picture} for picture in pictures]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
 
 @weights

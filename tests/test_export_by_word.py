@@ -6,10 +6,11 @@ elsewhere.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,37 +113,18 @@ def test_what_breaks_off_leaves_nothing_and_the_next_begins_anew(
 def test_several_at_once_make_one(
     made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    copy, here, go = runtime_choice.make_apart, threading.Event(), threading.Event()
+    check, both = runtime_choice.check_export_place, threading.Barrier(2, timeout=60)
 
-    def slowly(*arguments: Any, **options: Any) -> Any:
-        here.set()
-        assert go.wait(30)
-        return copy(*arguments, **options)
+    def meet(*given: Any) -> None:
+        check(*given)
+        both.wait()
 
-    monkeypatch.setattr(runtime_choice, "make_apart", slowly)
-    lines: list[str] = []
-    loaded: list[ks.VLM] = []
-
-    def load(tell: Callable[[str], object]) -> None:
-        loaded.append(ks.load("demo", runtime="onnx", store=tmp_path, tell=tell))
-
-    first = threading.Thread(target=load, args=[lambda line: None])
-    first.start()
-    assert here.wait(30)
-
-    def tell(line: str) -> None:
-        lines.append(line)
-        go.set()  # the second waits now
-
-    second = threading.Thread(target=load, args=[tell])
-    second.start()
-    first.join(60)
-    second.join(60)
-    for vlm in loaded:
-        vlm.close()
-    assert len(loaded) == 2
+    monkeypatch.setattr(runtime_choice, "check_export_place", meet)
+    load = functools.partial(ks.load, "demo", runtime="onnx", store=tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        for vlm in pool.map(lambda _: load(), range(2)):
+            vlm.close()
     assert made == ["onnx"]
-    assert lines[0].startswith("running in") or "waiting" in lines[0]
 
 
 def test_auto_is_openvino_where_it_can_be(made: list[str], tmp_path: Path) -> None:

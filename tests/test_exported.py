@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exported_models import copied, exported_demo
-from model_parts import picture
+from models import picture, turn
 
 import keepsight as ks
 from keepsight.export.graphs import exporter
@@ -26,11 +26,6 @@ def pair(request: pytest.FixtureRequest) -> Any:
 
 def said(vlm: ks.VLM, messages: list[Any]) -> list[int]:
     return vlm.chat(messages, max_new_tokens=24, do_sample=False).tokens
-
-
-def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
 
 
 def test_the_same_tokens_over_a_conversation_with_a_new_picture(pair: Any) -> None:

@@ -6,7 +6,6 @@ one pass, and the rows that go through the decoder are counted.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exported_models import exported, exported_demo, small
-from model_parts import picture
+from models import picture, turn
 from test_exact import Catch
 from torch import Tensor
 
@@ -25,11 +24,6 @@ from keepsight.runtimes.onnx import OnnxSession
 
 KINDS = ("qwen3_vl", "llava")
 GREEDY: dict[str, Any] = {"do_sample": False}
-
-
-def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
 
 
 @contextmanager
@@ -105,29 +99,6 @@ def test_any_prefix_is_used_to_its_last_token(kind: str) -> None:
             other.clear()
             assert torch.equal(found, logits_of(other, prompt))
         vlm.runtime.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_edits_forks_and_budgets(kind: str) -> None:
-    """Conversations interleaved, cut, forked and edited anywhere, under a small budget."""
-    rng = random.Random(7)
-    with wrapped(kind, cache_budget="300KB") as vlm, wrapped(kind) as other:
-        talks = [ids_of(20, seed=one) for one in range(12)]
-        pictures = sorted(vlm.runtime.family.placeholders.values())
-        for step in range(48):
-            one = rng.randrange(len(talks))
-            talk = talks[one]
-            kept = talk[:, : rng.randint(1, talk.shape[1])] if rng.random() < 0.5 else talk
-            prompt = torch.cat([kept, ids_of(rng.randint(1, 40), 100 + step)], dim=1)
-            many = rng.randint(1, 24)  # some of them guessed
-            options = {"max_new_tokens": many, "min_new_tokens": many, **GREEDY}
-            given: Any = vlm.generate(input_ids=prompt, suppress_tokens=pictures, **options)
-            talks[one] = given
-            vlm.runtime.check()
-            if step % 4 == 0:
-                other.clear()
-                assert torch.equal(logits_of(vlm, given), logits_of(other, given))
-        assert vlm.stats()["engine"]["drafted_tokens"]
 
 
 def test_decoded_together_is_decoded_alone() -> None:

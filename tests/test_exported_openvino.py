@@ -15,7 +15,7 @@ import exported_models
 import pytest
 import torch
 from exported_models import exported_demo, small
-from model_parts import picture
+from models import picture, turn
 from test_export_families import ExportedTests
 from torch import Tensor
 
@@ -34,11 +34,6 @@ openvino = imports.openvino()
 
 exported_folder = functools.partial(exported_models.exported_folder, runtime="openvino")
 exported = functools.partial(exported_models.exported, runtime="openvino")
-
-
-def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
 
 
 # -- one graph -----------------------------------------------------------------------------------

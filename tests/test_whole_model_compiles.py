@@ -93,19 +93,19 @@ class Case:
         given = {"input_ids": self.ids[:, start:end], "position_ids": positions[..., start:end]}
         return {**given, **extra}
 
-    def pixels(self, ready: bool = True) -> Call:
-        """The whole prompt with pixels; `ready`: with the tensors that the tower works out."""
-        tensors = self.own.tower_tensors.of(self.vision) if ready else {}
+    def pixels(self) -> Call:
+        """The whole prompt with pixels, and with the tensors that the tower works out."""
+        tensors = self.own.tower_tensors.of(self.vision)
         made = {f"image_{name}": tensor for name, tensor in tensors.items()}
         return {**self.text(), **self.vision, **made}
 
-    def outputs(self, mark: bool = True) -> Call:
+    def outputs(self) -> Call:
         """`mm_encoder_outputs` from remembered features.
 
         Rows are marked: upstream writes their number into an error message while it is traced, and
         without the mark each number would get a graph of its own.
         """
-        for tensor in self.features.values() if mark else ():
+        for tensor in self.features.values():
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
         return seen(self.features)
 

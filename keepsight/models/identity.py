@@ -480,9 +480,8 @@ def _derived(twin: Any) -> dict[str, torch.Tensor]:
         for name in names:
             part._buffers[name] = torch.zeros_like(part._buffers[name], device="cpu")
         if names:
-            homes[max((home for home in homes if _below(path, [home])), key=len)]._init_weights(
-                part
-            )
+            nearest = max((home for home in homes if _below(path, [home])), key=len)
+            homes[nearest]._init_weights(part)
     return {name: buffer for name, buffer in _buffers(twin) if buffer is not None}
 
 
@@ -524,15 +523,15 @@ def _refuse_random(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if not module.training:
             continue
-        named = any(
+        varies = any(
             isinstance(value, int | float) and value > 0 and any(word in name for word in _RANDOM)
             for name, value in vars(module).items()
         )
         if isinstance(module, upstream.Dropout):
-            named = module.p > 0
+            varies = module.p > 0
         elif isinstance(module, upstream.RunningNorm):
-            named = module.track_running_stats
-        if named or isinstance(module, torch.nn.RReLU):
+            varies = module.track_running_stats
+        if varies or isinstance(module, torch.nn.RReLU):
             raise ModelError(
                 f"{path} ({type(module).__name__}) is in training mode, though the model is not, "
                 "so its results vary; call model.eval()"

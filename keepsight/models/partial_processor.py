@@ -14,7 +14,7 @@ import json
 from typing import Any, NoReturn
 
 import transformers
-from transformers import AutoImageProcessor, AutoTokenizer, FeatureExtractionMixin, ProcessorMixin
+from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
 
 from keepsight.errors import MissingExtra
 from keepsight.kinds import Processor, Record
@@ -49,20 +49,28 @@ class NotLoaded:
 def partial_processor(path: str, options: Record) -> Processor:
     """Processor of a checkpoint, with placeholders for parts that only videos and sound need."""
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
-    config = _processor_config(path, options)
-    name = config.get("processor_class") or _usual_processor(path, options)
+    parts = {"tokenizer": tokenizer}
+    parts["image_processor"] = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
+    own = _read(path, "processor_config.json", options) or {}
+    pictures = _read(path, "preprocessor_config.json", options) or {}
+    name = own.pop("processor_class", None) or pictures.get("processor_class")
+    if name is None:  # the class that Transformers uses then
+        config = transformers.AutoConfig.from_pretrained(path, **options)
+        name = getattr(transformers.PROCESSOR_MAPPING.get(type(config), None), "__name__", None)
     base: Any = getattr(transformers, str(name), None)
     if base is None:
         raise ValueError(f"no processor class {name!r} in Transformers {transformers.__version__}")
-    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     if "video_processor" in base.get_attributes():
-        parts["video_processor"] = NotLoaded(config=_video_config(path, config, options))
+        video = own.get("video_processor") or _read(path, "video_preprocessor_config.json", options)
+        parts["video_processor"] = NotLoaded(config=video or pictures or None)
     if "feature_extractor" in base.get_attributes():
-        parts["feature_extractor"] = _feature_extractor(path, config, options)
-    own = {k: v for k, v in config.items() if k not in ("processor_class", "auto_map", *parts)}
-    template = getattr(tokenizer, "chat_template", None) or own.pop("chat_template", None)
-    own.pop("chat_template", None)
+        try:
+            extractor = transformers.AutoFeatureExtractor.from_pretrained(path, **options)
+        except (OSError, ValueError, ImportError, KeyError):
+            extractor = NotLoaded("feature extractor", own.get("feature_extractor"))
+        parts["feature_extractor"] = extractor
+    template = getattr(tokenizer, "chat_template", None) or own.get("chat_template")
+    own = {k: v for k, v in own.items() if k not in ("auto_map", "chat_template", *parts)}
     made: Processor = lenient(base)(**parts, chat_template=template, **own)
     return made
 
@@ -99,42 +107,6 @@ def _restored(base: Any, state: Record) -> ProcessorMixin:
     made: ProcessorMixin = object.__new__(lenient(base))
     vars(made).update(state)
     return made
-
-
-def _feature_extractor(
-    path: str, config: Record, options: Record
-) -> FeatureExtractionMixin | NotLoaded:
-    """The feature extractor, or a placeholder if the checkpoint has none that loads."""
-    try:
-        return transformers.AutoFeatureExtractor.from_pretrained(path, **options)
-    except (OSError, ValueError, ImportError, KeyError):
-        return NotLoaded("feature extractor", config.get("feature_extractor"))
-
-
-def _usual_processor(path: str, options: Record) -> str | None:
-    """The processor class that Transformers uses if a checkpoint names none."""
-    config = transformers.AutoConfig.from_pretrained(path, **options)
-    found = transformers.PROCESSOR_MAPPING.get(type(config), None)
-    return None if found is None else found.__name__
-
-
-def _processor_config(path: str, options: Record) -> Record:
-    merged: Record = {}
-    for file in ("preprocessor_config.json", "processor_config.json"):
-        config = _read(path, file, options)
-        if config is not None and file == "processor_config.json":
-            merged.update(config)
-        elif config is not None:
-            merged["processor_class"] = config.get("processor_class")
-    return merged
-
-
-def _video_config(path: str, config: Record, options: Record) -> Record | None:
-    """The checkpoint's video processor settings, in Transformers' search order."""
-    found: Record | None = config.get("video_processor")
-    for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
-        found = _read(path, file, options) if found is None else found
-    return found
 
 
 def _read(path: str, file: str, options: Record) -> Record | None:

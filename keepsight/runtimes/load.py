@@ -5,8 +5,8 @@ Everything except arithmetic on weights stays Transformers' code: where features
 get which, positions, masks, generation settings. The modules are built without memory and emptied,
 and four of them run a graph as their forward (modules.py). manifest.py is the record of an export,
 states.py names the states of a decoder, onnx.py and openvino.py run one graph, imports.py imports
-them without telemetry. MLX has parts of mlx-vlm in place of graphs: mlx_library.py loads it,
-mlx_types.py says how its models differ, mlx_states.py what its layers remember.
+them without telemetry. MLX has parts of mlx-vlm in place of graphs (mlx.py): mlx_library.py loads
+it, mlx_types.py says how its models differ.
 """
 
 from __future__ import annotations
