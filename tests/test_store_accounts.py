@@ -211,7 +211,7 @@ class Accounts(RuleBasedStateMachine):
     @invariant()
     def quotas_hold(self) -> None:
         for store in self.stores:
-            store.keeper.drain()
+            store.stats()
         for account in (None, "ann", "bob"):
             own = [name for name in NAMES if account_of(name or "") == (account or "")]
             assert nbytes(self.root, *own) <= QUOTA

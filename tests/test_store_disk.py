@@ -28,7 +28,6 @@ from keepsight.store import About, DiskStore, Entry, index, layout, open_store
 from keepsight.store.contract import EntryName
 from keepsight.store.files import Folder
 from keepsight.store.index import NAME, Index
-from keepsight.store.writer import Writer
 from keepsight.system import digests
 
 
@@ -148,7 +147,7 @@ def test_whether_an_entry_is_there_is_known_without_opening_its_file(
     store.put("package", KEYS[0], tensors(), {}, About(ttl=60.0))
     store.flush()
     with monkeypatch.context() as patch:
-        patch.setattr("keepsight.store.files.read_metadata", None)
+        patch.setattr("keepsight.store.files.Folder.entry", None)
         assert store.has("package", KEYS[0])
         now = time.time
         patch.setattr(time, "time", lambda: now() + 61.0)
@@ -476,7 +475,9 @@ def test_repair_makes_files_and_book_agree(tmp_path: Path, opened: Any) -> None:
 
     def harm(base: sqlite3.Connection) -> None:
         index.drop(base, [EntryName("package", KEYS[1])])
-        base.execute("UPDATE entry SET bytes = 7 WHERE kind = 'package' AND key = ?", [KEYS[2]])
+        base.execute(
+            "UPDATE entry SET bytes = 7 WHERE name = ?", [layout.place("package", KEYS[2])]
+        )
 
     changed(tmp_path, harm)
     wrong = store.check()
@@ -652,44 +653,6 @@ def test_looking_at_a_folder_makes_no_store_of_it(tmp_path: Path, opened: Any) -
     fill(store)
     store.close()
     assert opened(tmp_path).stats()["entries"] == 8
-
-
-def test_counts_outlive_the_process(tmp_path: Path, opened: Any) -> None:
-    store = opened(tmp_path)
-    fill(store)
-    expect_whole(store)
-    store.get("package", KEYS[7])
-    store.close()
-    told = opened(tmp_path).stats()
-    assert (told["hits"], told["ever"]["hits"], told["ever"]["misses"]) == (0, 8, 1)
-    assert told["ever"]["written"] == 8
-
-
-def test_what_is_counted_during_the_last_round_is_kept(
-    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, look_after = opened(tmp_path), Writer._look_after
-    fill(store)
-
-    def slowly(self: Writer) -> float | None:
-        pause = look_after(self)
-        if threading.current_thread().name == "keepsight-store":
-            reached.set()
-            go_on.wait(10)
-        return pause
-
-    reached, go_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(Writer, "_look_after", slowly)
-    while not reached.wait(0.1):
-        store.get("package", KEYS[0])  # wakes the thread
-    store.get("package", KEYS[7])
-    ending = threading.Thread(target=store.close)
-    ending.start()
-    while not store.keeper._writer._is_ending:
-        time.sleep(0.01)
-    go_on.set()
-    ending.join(20)
-    assert opened(tmp_path).stats()["ever"]["misses"] == 1
 
 
 # -- opening -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.store import Entry
-    from keepsight.store.tenants import AllTenants
+    from keepsight.store import Store as OpenStore
 
 app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -48,10 +48,11 @@ Named = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 _TENANTS = 20  # largest entries in a table
+_LEAST = 8  # characters of a digest
 _SHOWN = 5  # largest and most used entries, and dependents of an entry
 
 
-def _open(address: str, tenant: str | None, named: str | None = None) -> AllTenants:
+def _open(address: str, tenant: str | None, named: str | None = None) -> OpenStore:
     """Open the store for all tenants or for one; an impossible NAME is refused first."""
     if named is not None:
         _parse_name(named)
@@ -61,9 +62,22 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
     if "://" not in address and not expanded(address).is_dir():
         raise StoreError(f"{expanded(address)}: there is no such folder")
     from keepsight.store import open_store
-    from keepsight.store.tenants import AllTenants
 
-    return AllTenants(open_store(address), tenant)
+    opened = open_store(address)
+    return opened.of(None if tenant is None else _digest_of(tenant, opened.tenants()))
+
+
+def _digest_of(name: str, digests: list[str]) -> str:
+    """The tenant with this name; if nothing is stored under it, the one whose digest begins so."""
+    from keepsight.store.layout import tenant_digest
+
+    named = tenant_digest(name)
+    found = [digest for digest in digests if digest.startswith(name)]
+    if named in digests or len(name) < _LEAST or not found:
+        return named
+    if len(found) > 1:
+        raise InputError(f"--tenant {name}: the digests of {len(found)} tenants begin with it")
+    return found[0]
 
 
 # -- looking -----------------------------------------------------------------------------------
@@ -71,7 +85,7 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
 
 @app.command()
 def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
-    """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
+    """Show tiers, entries, bytes and reads, what each tenant has, and the largest and the most
     used entries. Tenants are named by digests: a store does not know their names."""
     opened = _open(store, tenant)
     entries = list(opened.entries())  # first: then the index has all of them
@@ -82,7 +96,7 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
         best = {"largest": [_plain(e) for e in largest], "most_used": [_plain(e) for e in used]}
         json_line(stats | best)
         return
-    _show_totals(stats)
+    _show_totals(stats, sum(e.uses - 1 for e in entries))
     _show_tenants(stats["tenants"])
     for title, chosen in (("largest", largest), ("most used", used)):
         if chosen:
@@ -109,7 +123,7 @@ def _short(tenant: str) -> str:
     return tenant[:16] or "(default)"
 
 
-def _show_totals(stats: Record) -> None:
+def _show_totals(stats: Record, reads: int) -> None:
     shown = table("kind", "entries", "bytes", right=("entries", "bytes"))
     for kind, counted in sorted(stats["kinds"].items()):
         shown.add_row(kind, str(counted["entries"]), bytes_text(counted["bytes"]))
@@ -118,10 +132,7 @@ def _show_totals(stats: Record) -> None:
     for tier in stats.get("tiers", ()):
         line = f"{tier.get('tier', 'tier')}: {tier['entries']} entries, {bytes_text(tier['bytes'])}"
         console().print(plain(line))
-    counts = stats["ever"]
-    hits, asked = counts["hits"], counts["hits"] + counts["misses"]
-    rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
-    console().print(f"{rate}, {counts['evictions']} entries evicted, {counts['refused']} refused")
+    console().print(f"{reads} reads of what is here")
 
 
 @app.command("list")
@@ -147,7 +158,7 @@ def list_pictures(
     names = ("picture", "key", *whose, "size", "tokens", "last use", "where")
     shown = table(*names, right=("size", "tokens", "last use"))
     for it in pictures:
-        views = [(opened.view(package), package) for package in it.packages]
+        views = [(opened.of(package.tenant), package) for package in it.packages]
         abouts = [about_entry(view, package, {}) for view, package in views]
         tokens = list(dict.fromkeys(about["tokens"] for about in abouts if "tokens" in about))
         tiers = (view.tier(package.kind, package.key) for view, package in views)
@@ -176,7 +187,7 @@ class _Picture:
     packages: list[Entry] = field(default_factory=list)
 
 
-def _pictures(store: AllTenants) -> list[_Picture]:
+def _pictures(store: OpenStore) -> list[_Picture]:
     from keepsight.cli.entry_about import files_of_media
 
     entries = list(store.entries())
@@ -192,7 +203,7 @@ def _pictures(store: AllTenants) -> list[_Picture]:
     return list(found.values())
 
 
-def _list_entries(opened: AllTenants, kind: str | None, as_json: bool) -> None:
+def _list_entries(opened: OpenStore, kind: str | None, as_json: bool) -> None:
     """List entries: kind, size, age, tenant, the files that their pictures came from, and of
     packages the model and the tokens."""
     from keepsight.cli.entry_about import about_entry, about_text, files_of_media
@@ -208,7 +219,7 @@ def _list_entries(opened: AllTenants, kind: str | None, as_json: bool) -> None:
     names = ("kind", "key", *whose, "size", "age", "uses", "about")
     shown = table(*names, right=("size", "age", "uses"))
     for row in rows:
-        about = about_entry(opened.view(row), row, files)
+        about = about_entry(opened.of(row.tenant), row, files)
         if as_json:
             json_line(_plain(row) | about)
             continue
@@ -243,7 +254,7 @@ def _parse_name(named: str) -> tuple[str, str] | None:
     )
 
 
-def _meant(store: AllTenants, named: str) -> tuple[dict[str, _Picture], list[Entry]]:
+def _meant(store: OpenStore, named: str) -> tuple[dict[str, _Picture], list[Entry]]:
     """The pictures, by key, and the entries that a name may refer to."""
     kind, key = _parse_name(named) or ("", "")
     entries = [e for e in store.entries() if key and e.key.startswith(key) and kind in ("", e.kind)]
@@ -273,7 +284,7 @@ def _spelled(entry: Entry) -> str:
     return f"{entry.kind}/{entry.key[:16]}{whose}"
 
 
-def _find(store: AllTenants, named: str) -> Entry:
+def _find(store: OpenStore, named: str) -> Entry:
     """The one entry that a name refers to; a picture's name means its features."""
     pictures, entries = _meant(store, named)
     entries += [p for it in pictures.values() for p in it.packages if p not in entries]
@@ -289,7 +300,7 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     from keepsight.cli.entry_about import about_entry, files_of_media
 
     it = _find(opened, entry)
-    opened_by = opened.view(it)
+    opened_by = opened.of(it.tenant)
     others = list(opened_by.entries())
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.used < it.used and not e.pinned for e in others)
@@ -370,9 +381,9 @@ def unpin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
     _pin(_open(store, tenant, entry), entry, False)
 
 
-def _pin(store: AllTenants, named: str, pinned: bool) -> None:
+def _pin(store: OpenStore, named: str, pinned: bool) -> None:
     it = _find(store, named)
-    if not store.view(it).pin(it.kind, it.key, pinned):
+    if not store.of(it.tenant).pin(it.kind, it.key, pinned):
         raise InputError(f"{it.kind}/{it.key} is gone")
     console().print(f"{it.kind}/{it.key} is {'pinned' if pinned else 'no longer pinned'}")
 
@@ -390,10 +401,10 @@ def delete(entry: Named, store: Store = "", tenant: Tenant = None, yes: Yes = Fa
         _ask_about_pins([e for e in opened.entries() if key in e.media], yes)
         console().print(f"{bytes_text(opened.delete_media(key))} freed")
     for it in found:
-        others = list(opened.view(it).entries())
+        others = list(opened.of(it.tenant).entries())
         upon = [e for e in others if e == it or (it.kind, it.key) in _bases(others, e)]
         _ask_about_pins(upon, yes)
-        console().print(f"{bytes_text(opened.view(it).delete(it.kind, it.key))} freed")
+        console().print(f"{bytes_text(opened.of(it.tenant).delete(it.kind, it.key))} freed")
 
 
 def _ask_about_pins(going: list[Entry], yes: bool) -> None:

@@ -15,7 +15,6 @@ from keepsight.kinds import Record
 from keepsight.media.naming import FILE
 from keepsight.store import Entry, Store, layout
 from keepsight.store.files import read
-from keepsight.store.tenants import AllTenants
 
 _SHOWN = 3  # names shown per entry
 
@@ -23,11 +22,11 @@ _SHOWN = 3  # names shown per entry
 Files = Mapping[tuple[str, str], tuple[str, ...]]
 
 
-def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
+def files_of_media(store: Store, entries: Iterable[Entry]) -> Files:
     """The file names that notes record for each image; unreadable notes have none."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for entry in entries:
-        path = _path(store.view(entry), entry) if entry.kind == "alias" else None
+        path = _path(store, entry) if entry.kind == "alias" else None
         if path is None:
             continue
         try:

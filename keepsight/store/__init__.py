@@ -2,7 +2,7 @@
 
 `contract` says what a store promises, `layout` the place and form of entries. `disk` keeps them in
 `files` with an `index`, `remote` in a bucket or any place that fsspec reaches, `tiers` in several
-stores in a row; one thread writes (`writer`), and `health` says what a store refuses. `tenants` is
+stores in a row; one thread writes (`writer`), and `health` says what a store refuses. `view` is
 what callers use of a store, `memory_cache` a cache in memory. Nothing here knows about images,
 models or prompts.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from keepsight.errors import InputError
 from keepsight.store.contract import NOTHING, About, Below, Entry
 from keepsight.store.disk import DiskStore
-from keepsight.store.files import FORMAT
+from keepsight.store.layout import FORMAT
 from keepsight.store.memory_cache import MemoryCache
-from keepsight.store.tenants import Store
+from keepsight.store.view import Store
 from keepsight.store.writer import ROOM
 
 __all__ = [
