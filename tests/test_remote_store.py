@@ -249,20 +249,6 @@ def test_what_can_only_be_read_is_read(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_damage_that_cannot_be_removed_is_absent_all_the_same(store: RemoteStore) -> None:
-    name = layout.place("package", KEYS[1])
-    poke(name, b"damage")
-    Line.fail = staticmethod(read_only)
-    assert store.get("package", KEYS[1]) is None and name in objects()
-    Line.calls.clear()
-    assert store.get("package", KEYS[1]) is None and not store.has("package", KEYS[1])
-    assert Line.total() == 0
-    Line.fail = staticmethod(lambda asked, path: None)
-    put(store, 1)
-    store.flush()
-    assert store.get("package", KEYS[1]) is not None and store.check() == []
-
-
 @pytest.mark.parametrize("kept", [0, 7, 100, -1])
 def test_a_line_that_loses_bytes_costs_no_entry(
     store: RemoteStore, caplog: pytest.LogCaptureFixture, kept: int
@@ -578,19 +564,6 @@ def test_one_tenant_is_not_told_of_anothers_losses(store: RemoteStore) -> None:
     with pytest.raises(StoreError, match="complex64"):
         ann.flush()
     assert bob.get("package", KEYS[2]) is not None, "one entry that cannot be spelled is its fault"
-
-
-def test_what_waits_is_bounded_and_flush_says_so(store: RemoteStore) -> None:
-    gate = threading.Event()
-    Line.delay = staticmethod(lambda asked, path: float(not gate.wait(20)))
-    store.keeper._writer.room = 10_000
-    for number in range(8):
-        put(store, number)
-    assert store.stats()["refused"] == 8 - 2
-    gate.set()
-    with pytest.raises(StoreError, match="6 not written.*too much waits"):
-        store.flush()
-    store.flush()
 
 
 def test_only_who_waits_has_an_address_counted(store: RemoteStore) -> None:

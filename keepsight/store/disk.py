@@ -12,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -174,7 +173,7 @@ class Disk:
     def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
         """Hand over an entry to the writer, which looks whether it exists and has its base."""
         if name not in self._writer.jobs:
-            job = Job.of(name, content, about, account)
+            job = Job(name, content, about, account)
             self._writer.hand_over(job, larger_than(job.size, self.budget, self.quota))
 
     def _write(self, jobs: list[Job]) -> dict[EntryName, str]:
@@ -249,7 +248,7 @@ class Disk:
         found = [self._files.entry(name) for name in there if index.row(base, name) is None]
         index.put(base, filter(None, found))
         for name, (job, part) in begun.items():
-            on = name.on(job.about.depends_on)
+            on = job.base
             if on is None or index.row(base, on) is not None or self._files.is_there(on):
                 index.put(base, [job.entry(part.size)])
             else:
@@ -274,10 +273,10 @@ class Disk:
             self._writer.counts.count(name.tenant, "evictions")
         return gone
 
-    def _tidy(self) -> float | None:
-        """Record uses, remove what is expired; return in how many seconds the next one will be."""
+    def _tidy(self) -> None:
+        """Record uses, and remove what is expired."""
         if not self._index.is_store():
-            return None
+            return
         wrong, now = set(self._writer.wrong), time.time()
 
         def enter(base: Base) -> list[EntryName]:
@@ -291,8 +290,6 @@ class Disk:
         if over:
             self._index.remove(lambda base: over)
         self._writer.wrong -= {name for name in wrong if self._is_missing(name)}
-        end = self._index.look(index.next_end, None)
-        return None if end is None else max(1.0, end - time.time())
 
     def _is_missing(self, name: EntryName) -> bool:
         return self._files.status(layout.place(*name)) is None
@@ -408,7 +405,7 @@ class Disk:
             return found
         rows: list[str] = []  # what is wrong in the index
         for whose in self._tenants(tenant):
-            for place in self._places(whose, found):
+            for place in self._places(whose):
                 try:
                     rows += self._check_file(place, repair)
                 except (FileError, OSError) as error:
@@ -428,20 +425,12 @@ class Disk:
             self._sweep(tenant, _WEEK)
         return found
 
-    def _places(self, tenant: str, found: list[str]) -> Iterator[str]:
+    def _places(self, tenant: str) -> Iterator[str]:
         """What lies where a tenant's entries lie."""
-        kinds = [f"{layout.tenant_prefix(tenant)}{kind}" for kind in layout.KINDS]
-        for folder in [*kinds, *self._files.shards(tenant)]:
-            status = self._files.status(folder)
-            if status is not None and not stat.S_ISDIR(status.st_mode):
-                found.append(
-                    f"{self._files.path(folder)}: a link or a file where a folder should be; "
-                    "nothing in it is used"
-                )
-            elif folder not in kinds:
-                for last in self._files.names(folder):
-                    if not last.startswith(PART) and not last.endswith(DAMAGED):
-                        yield f"{folder}/{last}"
+        for shard in self._files.shards(tenant):
+            for last in self._files.names(shard):
+                if not last.startswith(PART) and not last.endswith(DAMAGED):
+                    yield f"{shard}/{last}"
 
     def _check_file(self, place: str, repair: bool) -> list[str]:
         """Read a file, and compare it with its row: a wrong one could cause intact entries to be

@@ -174,12 +174,6 @@ def over(base: Base, now: float) -> list[EntryName]:
     return names(base, where, now, now + CLOCK_SLACK)
 
 
-def next_end(base: Base) -> float | None:
-    """When the first entry expires, if any does."""
-    query = "SELECT min(expires) FROM entry WHERE expires IS NOT NULL"
-    return base.execute(query).fetchone()[0]  # type: ignore[no-any-return]
-
-
 def totals(base: Base, scope: Scope) -> list[tuple[str, str, int, int]]:
     """Tenants and kinds, with their entries and bytes."""
     query = (
@@ -366,21 +360,16 @@ class Index:
         until = time.monotonic() + _PATIENCE
         while True:
             try:
-                return _written(path)
+                return _connected(path)
             except sqlite3.OperationalError as error:
-                if health.named(error) != health.LOCKED:
-                    break
+                wal = self.files.status(f"{NAME}-wal")
+                if health.named(error) != health.LOCKED or time.monotonic() > until:
+                    if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
+                        raise
+                    break  # nobody writes here, and all of it is in its one file
                 # Of two that open it for the first time one is told at once that it is locked.
-                if time.monotonic() > until:
-                    raise
                 time.sleep(0.02)
-        wal = self.files.status(f"{NAME}-wal")
-        if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
-            return _written(path)
-        # Nobody writes here, and all of it is in its one file.
-        base = _connected(f"file:{quote(os.fsencode(path.absolute()))}?immutable=1")
-        base.execute("PRAGMA query_only = 1")
-        return base
+        return _connected(f"file:{quote(os.fsencode(path.absolute()))}?immutable=1")
 
     def _fill(self, base: Base) -> None:
         """Add every file that has no row yet, one folder in one transaction: who removes files
@@ -495,21 +484,16 @@ class Index:
 
 
 def _connected(address: Path | str) -> Base:
+    """A connection; to a path, one that may write, with its tables in place."""
+    is_path = isinstance(address, Path)
     base = sqlite3.connect(
-        address,
-        timeout=_PATIENCE,
-        isolation_level=None,
-        check_same_thread=False,
-        uri=isinstance(address, str),
+        address, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=not is_path
     )
     base.row_factory = sqlite3.Row
-    return base
-
-
-def _written(path: Path) -> Base:
-    """A connection to an index that can be written; its tables are there."""
-    base = _connected(path)
     try:
+        if not is_path:
+            base.execute("PRAGMA query_only = 1")
+            return base
         base.execute("PRAGMA journal_mode = WAL")
         # A file whose row was lost in a power cut would be found by key, but by no deletion.
         base.execute("PRAGMA synchronous = FULL")

@@ -363,7 +363,7 @@ class Remote:
     def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
         """Hand over an entry to the writer."""
         if self._writer.waiting(name) is None and self._seen.find(name)[1] is None:
-            self._writer.hand_over(Job.of(name, content, about, account), None)
+            self._writer.hand_over(Job(name, content, about, account), None)
 
     def _write(self, jobs: list[Job]) -> dict[EntryName, str]:
         """Write entries, several at once, but none before its base. So an interruption never leaves
@@ -375,11 +375,10 @@ class Remote:
                 self._link.write(layout.MARKER, [layout.marker_bytes()])
             self._is_marked = True
         waiting = {job.name: job for job in jobs}
-        base_of = {name: name.on(job.about.depends_on) for name, job in waiting.items()}
         upon: dict[EntryName | None, list[EntryName]] = {}
-        for name, base in base_of.items():
-            upon.setdefault(base, []).append(name)
-        first = [name for name, base in base_of.items() if base not in waiting]
+        for job in jobs:
+            upon.setdefault(job.base, []).append(job.name)
+        first = [job.name for job in jobs if job.base not in waiting]
         became: dict[EntryName, str] = {}
         failed: list[Exception] = []
 
@@ -400,8 +399,7 @@ class Remote:
         return became
 
     def _write_one(self, job: Job) -> str:
-        on = job.name.on(job.about.depends_on)
-        if on is not None and not self._is_there(on, ask=True):
+        if job.base is not None and not self._is_there(job.base, ask=True):
             return REFUSED
         if self._is_there(job.name):
             return THERE

@@ -146,13 +146,12 @@ class Tiers:
             tier.close()
 
     def entries(self, tenant: str | None) -> Iterator[Entry]:
-        """All entries, once each, with their uses in all stores combined."""
+        """All entries, once each, as the nearest store has them."""
         table: dict[EntryName, Entry] = {}
         for tier in self.tiers:
             try:
-                for far in tier.entries(tenant):
-                    near = table.get(far.name)
-                    table[far.name] = far if near is None else _merged(near, far)
+                for entry in tier.entries(tenant):
+                    table.setdefault(entry.name, entry)
             except (StoreError, OSError) as error:
                 logger.warning("%s is left out: %s", tier.label, error)
         yield from table.values()
@@ -164,17 +163,14 @@ class Tiers:
         most = max(tiers, key=lambda stats: (stats["entries"], stats["bytes"]))
         worst = next((stats for stats in tiers if stats["state"] != OK), tiers[0])
         broken = [f"{stats['root']}: {stats['broken']}" for stats in tiers if stats["broken"]]
-        same = ("written", "refused", "waiting", "waiting_budget")  # tiers wait for the same bytes
+        same = ("written", "refused", "waiting")  # tiers wait for the same bytes
         return {
-            **most,
-            **self._counts.of(whose),
+            **tiers[0],
+            **{what: most[what] for what in ("entries", "bytes", "kinds", "tenants", "counted")},
             **{what: max(stats[what] for stats in tiers) for what in same},
-            "root": self.label,
-            "tier": tiers[0]["tier"],
-            "tenants": {t: size for stats in tiers for t, size in stats["tenants"].items()},
+            **self._counts.of(whose, ("hits", "misses")),
             "evictions": sum(stats["evictions"] for stats in tiers),
-            "budget": self.budget,
-            "quota": self.quota,
+            "root": self.label,
             "state": worst["state"],
             "since": worst["since"],
             "broken": "; ".join(broken) or None,
@@ -209,15 +205,3 @@ class Tiers:
         if failed:
             raise StoreError(f"not {done} every tier: {'; '.join(failed)}")
         return results
-
-
-def _merged(near: Entry, far: Entry) -> Entry:
-    """The combined entry, for one in two stores."""
-    return replace(
-        near,
-        used=max(near.used, far.used),
-        uses=near.uses + far.uses,
-        cost=near.cost or far.cost,
-        created=min(near.created, far.created),
-        pinned=near.pinned or far.pinned,
-    )

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from keepsight.errors import NotStored
@@ -27,6 +27,7 @@ from keepsight.system.exits import STORES, begin, finish_before_exit
 logger = logging.getLogger(__name__)
 
 ROOM = 1 << 30  # bytes that may wait; further entries are refused
+EVENTS = ("hits", "misses", "evictions", "written", "refused")
 Sum = tuple[str, str, int, int]  # a tenant, a kind, and their entries and bytes
 # What became of a write; any other text says why the entry is lost.
 WRITTEN, THERE, REFUSED = "written", "there", "refused"
@@ -34,34 +35,24 @@ _OVERHEAD = 4096  # memory of a write besides its tensors
 _BATCH, _BATCH_BYTES = 64, 64 << 20
 _BATCHES = 8  # after which the thread looks after the store
 _REST = 1.0  # seconds without writes after which it does so, too
-_SLEEP = 60.0  # the longest time between two looks at the store
+_SLEEP = 10.0  # the longest time between two looks at the store
 _GATHERED = 100_000  # uses that wait for a store that refuses
 _TENANTS = 10_000  # whose counts are in memory
 _NAMED = 1000  # lost entries that are named; of others only the number is known
 
 
-@dataclass(eq=False)
 class Job:
-    """One write that is waiting."""
+    """One write that is waiting; its tensors begin to leave their device."""
 
-    name: EntryName
-    content: Content
-    about: About
-    account: str
-    metadata: Record
-    nbytes: int = 0
-    ready: Fence = COMPLETE  # tensors from a device arrive before the write
-
-    @classmethod
-    def of(cls, name: EntryName, content: Content, about: About, account: str) -> Job:
-        """The write of an entry; its tensors begin to leave their device."""
-        tensors, record = content
-        job = cls(name, content, about, account, layout.metadata_of(about, account, name.tenant))
-        if tensors is not None:
-            tensors, job.ready = to_host(tensors)
-            job.content = tensors, record
-        job.nbytes = job.size + _OVERHEAD
-        return job
+    def __init__(self, name: EntryName, content: Content, about: About, account: str) -> None:
+        self.name, self.content, self.about, self.account = name, content, about, account
+        self.metadata = layout.metadata_of(about, account, name.tenant)
+        self.base = name.on(about.depends_on)
+        self.ready: Fence = COMPLETE
+        if content[0] is not None:
+            tensors, self.ready = to_host(content[0])
+            self.content = tensors, content[1]
+        self.nbytes = self.size + _OVERHEAD
 
     @property
     def size(self) -> int:
@@ -91,19 +82,18 @@ class Counts:
             if len(self._of) > _TENANTS:
                 del self._of[next(iter(self._of))]
 
-    def of(self, tenant: str | None) -> dict[str, int]:
+    def of(self, tenant: str | None, events: Iterable[str] = EVENTS) -> dict[str, int]:
         """The counts of one tenant, or of all."""
         with self._lock:
             found = self._of.get(tenant, Counter())
-            names = ("hits", "misses", "evictions", "written", "refused")
-            return {name: found[name] for name in names}
+            return {event: found[event] for event in events}
 
 
 class Writer:
     """The queue, the thread, and the health of a store.
 
-    `write` writes a batch and says what became of each entry; `tidy` looks after the store and says
-    in how many seconds it wants to do so again; `let_go` is called when the thread ends.
+    `write` writes a batch and says what became of each entry; `tidy` looks after the store;
+    `let_go` is called when the thread ends.
     """
 
     def __init__(
@@ -111,7 +101,7 @@ class Writer:
         where: str,
         room: int,
         write: Callable[[list[Job]], dict[EntryName, str]],
-        tidy: Callable[[], float | None] = lambda: None,
+        tidy: Callable[[], None] = lambda: None,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self.where, self.room = where, room
@@ -285,7 +275,8 @@ class Writer:
                 self._write_some()
                 batches, pause = batches + 1, _REST
             if is_last or not waits or batches >= _BATCHES:
-                pause, batches = self._look_after(), 0
+                self._look_after()
+                pause, batches = _SLEEP, 0
             with self._changed:
                 if is_last and not self.jobs:
                     self._let_go()
@@ -319,9 +310,8 @@ class Writer:
     def _settle(self, job: Job, what: str) -> None:
         del self.jobs[job.name]
         self.nbytes -= job.nbytes
-        base = job.name.on(job.about.depends_on)
-        if what == REFUSED and base is not None:  # what lost its base is lost with it
-            what = self._lost.get(base, what)
+        if what == REFUSED and job.base is not None:  # what lost its base is lost with it
+            what = self._lost.get(job.base, what)
         if what in (WRITTEN, THERE, REFUSED):
             self._lost.pop(job.name, None)
             if what != THERE:
@@ -337,16 +327,12 @@ class Writer:
         else:
             self._lost_more[name.tenant] += 1
 
-    def _look_after(self) -> float:
-        """Look after the store; in how many seconds to do so again."""
-        if self.health.is_aside:
-            return _SLEEP
-        try:
-            pause = self._tidy()
-        except Exception as error:
-            self.health.failed(error)
-            return _SLEEP
-        return _SLEEP if pause is None else min(_SLEEP, pause)
+    def _look_after(self) -> None:
+        if not self.health.is_aside:
+            try:
+                self._tidy()
+            except Exception as error:
+                self.health.failed(error)
 
 
 def larger_than(nbytes: int, budget: int | None, quota: int | None) -> str | None:
