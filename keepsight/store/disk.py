@@ -84,7 +84,7 @@ class Disk:
     def _is_there(self, name: EntryName) -> bool:
         """Whether a file is there and not over. The index says when it expires; where it is busy,
         refuses, or does not know the file, the file says so."""
-        if name in self._writer.wrong or not self._files.is_there(name):
+        if not self._files.is_there(name):
             return False
         entry = None
         if not self._listing.is_aside:
@@ -137,17 +137,14 @@ class Disk:
             self._reads.failed(error)
             return None
         self._reads.worked()
-        if layout.expired(found[1]):
-            self._writer.is_wrong(name)
-            return None
-        return found
+        return None if layout.expired(found[1]) else found
 
     def reject(self, name: EntryName, why: str) -> None:
         place = layout.place(*name)
         logger.warning("damaged entry set aside: %s (%s)", self._files.path(place), why)
-        with contextlib.suppress(OSError):  # in an unwritable folder it stays, and stays absent
+        with contextlib.suppress(OSError):  # in an unwritable folder it stays
             self._files.set_aside(place)
-        self._writer.is_wrong(name)
+            self._writer.used(name)
 
     def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
         """Dependents of an entry, of its kind, level by level; for None, entries without a base. A
@@ -202,7 +199,6 @@ class Disk:
 
             self._index.change(put_in_place)
             self._files.sync_folders(part for _, part in begun.values())
-            self._writer.wrong -= begun.keys()
         finally:
             for _, part in begun.values():
                 part.drop()
@@ -244,7 +240,7 @@ class Disk:
         self, base: Base, there: list[EntryName], begun: Began, became: dict[EntryName, str]
     ) -> None:
         """Add the rows of what is written, and of files that are there without one; record uses."""
-        index.use(base, self._writer.take_uses())
+        self._enter_uses(base)
         found = [self._files.entry(name) for name in there if index.row(base, name) is None]
         index.put(base, filter(None, found))
         for name, (job, part) in begun.items():
@@ -275,21 +271,15 @@ class Disk:
 
     def _tidy(self) -> None:
         """Record uses, and remove what is expired."""
-        if not self._index.is_store():
-            return
-        wrong, now = set(self._writer.wrong), time.time()
+        if self._index.is_store():
+            self._index.change(self._enter_uses)
+            self._index.remove(lambda base: index.over(base, time.time()))
 
-        def enter(base: Base) -> list[EntryName]:
-            index.use(base, self._writer.take_uses())
-            # Set aside: what depends on it waits for a new copy.
-            index.drop(base, [name for name in wrong if self._is_missing(name)])
-            return index.over(base, now)
-
-        over = self._index.change(enter)
-        over += [n for n in wrong if (entry := self._files.entry(n)) and entry.is_over(now)]
-        if over:
-            self._index.remove(lambda base: over)
-        self._writer.wrong -= {name for name in wrong if self._is_missing(name)}
+    def _enter_uses(self, base: Base) -> None:
+        uses = self._writer.take_uses()
+        index.use(base, uses)
+        # Set aside: what depends on it waits for a new copy.
+        index.drop(base, [name for name in uses if self._is_missing(name)])
 
     def _is_missing(self, name: EntryName) -> bool:
         return self._files.status(layout.place(*name)) is None

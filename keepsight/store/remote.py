@@ -34,7 +34,7 @@ from keepsight.kinds import Options, Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found, layers
 from keepsight.store.files import PART
-from keepsight.store.health import UNREACHABLE, Health
+from keepsight.store.health import OK, UNREACHABLE, Health
 from keepsight.store.view import Store
 from keepsight.store.writer import REFUSED, ROOM, THERE, WRITTEN, Job, Sum, Writer
 from keepsight.system.lock import Mutex
@@ -241,7 +241,7 @@ class Remote:
         self.flush, self.close = self._writer.flush, self._writer.close
         self.retire = self._writer.retire
         self._counted: tuple[str | None, list[Sum], float | None] = (None, [], None)
-        data = self._asked(None, lambda: link.read(layout.MARKER))
+        data = self._asked(lambda: link.read(layout.MARKER))
         self._is_marked = data is not None
         try:
             layout.check_marker(data or layout.marker_bytes(), self.label)
@@ -252,8 +252,9 @@ class Remote:
     # -- reading ---------------------------------------------------------------------------------
 
     def tier(self, name: EntryName) -> str | None:
-        is_there = self._writer.waiting(name) is not None or self._look(name) is not None
-        return "remote" if is_there else None
+        if self._writer.waiting(name) or self._asked(lambda: self._look(name)) is not None:
+            return "remote"
+        return None
 
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         wanted = list(names)
@@ -271,8 +272,10 @@ class Remote:
         if known and metadata is None:
             return None
         since, place = self._seen.removals, layout.place(*name)
-        data = self._asked(name, lambda: self._link.read(place))
+        data = self._asked(lambda: self._link.read(place))
         if data is None:
+            if self._reads.state == OK:
+                self._seen.absent(name)
             return None
         try:
             found = layout.read_entry(data, name, f"{self.label}/{place}")
@@ -287,14 +290,21 @@ class Remote:
             return found if self._seen.read(name, found[1], since) else None
         return None
 
-    def _look(self, name: EntryName) -> Record | None:
-        """The metadata of an entry, from memory or by one small read."""
+    def _look(self, name: EntryName, ask: bool = False) -> Record | None:
+        """The metadata of an entry, from memory or by one small read; None if it is not there.
+        `ask`: others may have removed it."""
         known, found = self._seen.find(name)
-        if known:
+        if known and not (ask and found is not None):
             return found
         since = self._seen.removals
-        found = self._asked(name, lambda: self._header(name)[1])
-        return found if found is not None and self._seen.read(name, found, since) else None
+        try:
+            metadata = self._header(name)[1]
+        except WrongFormatVersion:
+            raise
+        except (FileError, *_ABSENT):
+            self._seen.absent(name)
+            return None
+        return metadata if self._seen.read(name, metadata, since) else None
 
     def _header(self, name: EntryName) -> Found:
         """Record and metadata of an entry; its tensors are neither read nor checked."""
@@ -312,18 +322,15 @@ class Remote:
             raise DamagedFile(f"{where}: its record is longer than it says")
         return layout.of_its_name(name, ({}, record), where)
 
-    def _asked(self, name: EntryName | None, ask: Callable[[], T]) -> T | None:
+    def _asked(self, ask: Callable[[], T]) -> T | None:
         """The result of a call to the address; None on any failure."""
         if self._reads.is_aside:
             return None
         answer = None
         try:
             answer = ask()
-        except WrongFormatVersion:
-            pass  # unusable here, and not to be replaced
-        except (*_ABSENT, FileError):
-            if name is not None:
-                self._seen.absent(name)
+        except (WrongFormatVersion, *_ABSENT):
+            pass  # an entry of another version is unusable here, and not to be replaced
         except Exception as error:
             self._reads.failed(error, UNREACHABLE)
             return None
@@ -348,7 +355,7 @@ class Remote:
             found = zip(keys, records, strict=True)
             return {base: [(key, record) for key, record in found if record is not None]}
 
-        return self._asked(None, find) or {}
+        return self._asked(find) or {}
 
     def _record(self, name: EntryName) -> Record | None:
         since = self._seen.removals
@@ -416,18 +423,11 @@ class Remote:
         return WRITTEN
 
     def _is_there(self, name: EntryName, ask: bool = False) -> bool:
-        """Whether it exists and need not be written. `ask`: others may have removed it."""
-        known, found = self._seen.find(name)
-        if known and not (ask and found is not None):
-            return found is not None
-        since = self._seen.removals
+        """Whether it exists and need not be written."""
         try:
-            return self._seen.read(name, self._header(name)[1], since)
+            return self._look(name, ask) is not None
         except WrongFormatVersion:
             return True
-        except (FileError, *_ABSENT):
-            self._seen.removed(name)
-            return False
 
     # -- many entries ----------------------------------------------------------------------------
 
@@ -435,10 +435,10 @@ class Remote:
         """An entry from its file's header; None if absent or expired."""
         if job := self._writer.waiting(name):
             return job.entry(job.nbytes)
-        metadata = self._look(name)
+        metadata = self._asked(lambda: self._look(name))
         if metadata is None:
             return None
-        return self._asked(name, lambda: _entry(self._link.info(layout.place(*name)), metadata))
+        return self._asked(lambda: _entry(self._link.info(layout.place(*name)), metadata))
 
     def entries(self, tenant: str | None) -> Iterator[Entry]:
         """All entries that are not over, nor depend on one that is."""
@@ -522,7 +522,7 @@ class Remote:
         """Counts since it was opened; and entries and bytes, counted now for a caller who waits at
         least a second, because that lists the address (`counted` says when)."""
         self._writer.drain(wait)
-        found = None if wait < 1 else self._asked(None, lambda: list(self._found(tenant)))
+        found = None if wait < 1 else self._asked(lambda: list(self._found(tenant)))
         if found is not None:
             named = ((layout.parse(one.name), one.nbytes) for one in found)
             sums = [(name.tenant, name.kind, 1, nbytes) for name, nbytes in named if name]

@@ -117,7 +117,6 @@ class Writer:
         self.jobs: dict[EntryName, Job] = {}  # in order
         self.nbytes = 0
         self.uses = Counter[EntryName]()  # reads that are not in the store's index yet
-        self.wrong = set[EntryName]()  # what readers found to be expired or damaged
         self._lost: dict[EntryName, str] = {}
         self._lost_more = Counter[str]()  # by tenant
         self._thread: threading.Thread | None = None
@@ -150,16 +149,10 @@ class Writer:
         return job
 
     def used(self, name: EntryName) -> None:
-        """Record that an entry was read."""
+        """Record that an entry was read, or set aside."""
         with self._changed:
             if len(self.uses) < _GATHERED:
                 self.uses[name] += 1
-            self._awake()
-
-    def is_wrong(self, name: EntryName) -> None:
-        """Record that an entry is expired or damaged."""
-        with self._changed:
-            self.wrong.add(name)
             self._awake()
 
     def take_uses(self) -> Counter[EntryName]:
