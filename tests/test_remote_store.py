@@ -18,7 +18,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from hostile import finished, start
 from models import picture
 from remote_lines import Line, TrialFileSystem, read_only, unreachable
 from support import StoreTests
@@ -28,7 +27,6 @@ from keepsight.errors import InputError, MissingExtra, StoreError, WrongFormatVe
 from keepsight.formats import tensorfile
 from keepsight.store import NOTHING, About, DiskStore, layout, open_store, remote
 from keepsight.store.remote import RemoteStore
-from keepsight.system import digests
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"
@@ -308,16 +306,6 @@ def test_a_half_written_object_never_loads(store: RemoteStore) -> None:
         assert read(kind, KEYS[1]) is not None
 
 
-def test_an_entry_under_another_key_or_kind_is_absent(store: RemoteStore) -> None:
-    put(store, 1)
-    store.flush()
-    whole = objects()[layout.place("package", KEYS[1])]
-    for name in (layout.place("package", KEYS[2]), layout.place("snapshot", KEYS[1])):
-        poke(name, whole)
-    assert not store.has("package", KEYS[2]) and store.get("snapshot", KEYS[1]) is None
-    assert len(store.check(repair=True)) == 2 and names(store) == {("package", KEYS[1])}
-
-
 def test_check_names_what_is_wrong_and_repair_puts_it_right(store: RemoteStore) -> None:
     for number in range(4):
         put(store, number)
@@ -362,19 +350,6 @@ def test_hostile_names_are_passed_over(store: RemoteStore, tmp_path: Path) -> No
     assert store.stats()["entries"] == 1
     assert store.delete("package", key) > 0 and store.clear() == 0
     assert set(tmp_path.parent.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [("package", "../../x"), ("package", "a" * 63), ("../x", "a" * 64), ("package", "A" * 64)],
-)
-def test_what_can_be_no_name_is_refused(store: RemoteStore, kind: str, key: str) -> None:
-    for ask in (store.has, store.get, store.note, store.delete, store.entry, store.tier, store.pin):
-        with pytest.raises(InputError, match=r"no kind|no key"):
-            ask(kind, key)
-    with pytest.raises(InputError):
-        store.put(kind, key, tensors(), {})
-    assert set(objects()) == set()
 
 
 def test_another_versions_entries_are_left_alone(store: RemoteStore) -> None:
@@ -587,39 +562,6 @@ def test_leftovers_of_killed_writers_go_with_the_rest(store: RemoteStore) -> Non
     assert names(store) == {("package", KEYS[1])} and store.check() == []
     store.clear()
     assert set(objects()) == {"store.json"}
-
-
-# -- other processes -----------------------------------------------------------------------------
-
-SHARED = """
-import sys, torch
-from keepsight.system import digests
-from keepsight.store.remote import RemoteStore
-store = RemoteStore(sys.argv[1])
-for n in range(30):
-    key = digests.digest("entry", n)
-    store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
-    store.put_note("alias", key, {"n": n})
-    if n % 10 == 9:
-        store.flush()
-        found = store.get("package", digests.digest("entry", n - 5))
-        if found is None or not (found[0]["a"] == n - 5).all():
-            raise SystemExit("lost")
-store.close()
-print(len(store.check()))
-"""
-
-
-def test_two_processes_share_an_address(tmp_path: Path) -> None:
-    address = f"file://{tmp_path}/store"
-    processes = [start(SHARED, address) for _ in range(2)]
-    assert [finished(process).strip() for process in processes] == ["0", "0"]
-    store = RemoteStore(address)
-    assert store.check() == [] and len(list(store.entries())) == 60
-    for n in range(30):
-        found = store.get("package", digests.digest("entry", n))
-        assert found is not None and (found[0]["a"] == n).all()
-    assert list(tmp_path.rglob(".part-*")) == []
 
 
 # -- a real server -------------------------------------------------------------------------------

@@ -75,10 +75,7 @@ class Store:
     def put(
         self, kind: str, key: str, tensors: Tensors, record: Record, about: About = NOTHING
     ) -> None:
-        """Hand over an entry; the tensors must not change afterwards. It is readable at once.
-
-        Tensors may lie on a device. `Keeper.put` says what may be refused.
-        """
+        """Hand over an entry, as `Keeper.put` says; its tensors may lie on a device."""
         self._put(kind, key, tensors, record, about)
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
@@ -141,10 +138,8 @@ class Store:
         return self.keeper.gc(self._tenant, budget)
 
     def stats(self, wait: float = 5.0) -> Record:
-        """At least entries, bytes, kinds (entries and bytes of each), counted (when they were, in
-        seconds since the epoch, or None), hits, misses, evictions, written, refused (since it was
-        opened; of all tenants, unless `tenant` chose one), budget, quota, state ("ok", or the
-        problem), since (when) and broken (why). Waits at most `wait` seconds for a count."""
+        """What `Writer.stats` tells, with budget and quota: events are of all tenants, unless
+        `tenant` chose one. Waits at most `wait` seconds for a count."""
         return self.keeper.stats(self._tenant, self._whose, wait)
 
     def check(self, repair: bool = False) -> list[str]:

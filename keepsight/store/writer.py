@@ -169,8 +169,9 @@ class Writer:
         whose: str | None,
         *more: Health,
     ) -> Record:
-        """The statistics of the store: what is in it (by kind and tenant), when that was counted,
-        counts of events and what waits of `whose`, and the first of its problems."""
+        """The statistics of the store: what is in it (by kind and tenant), when that was counted
+        (in seconds since the epoch, or None), counts of events since it was opened and what waits
+        of `whose`, and the first of its problems ("ok", or its name), since when, and why."""
         kinds: dict[str, Counter[str]] = {}
         tenants: dict[str, Counter[str]] = {}
         for tenant, kind, entries, nbytes in sums:
