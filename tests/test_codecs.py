@@ -285,7 +285,7 @@ def lying(path: Path, change: Change, name: str = "int8") -> Path:
     tensors = {title: t.clone() for title, t in pack.stored.items()}
     record = copy.deepcopy(pack.record())
     change(tensors, record["provenance"]["codec"])
-    tensorfile.write(path, KIND, FORMAT, tensors, record)
+    tensorfile.save(path, KIND, FORMAT, tensors, record)
     return path
 
 
@@ -319,11 +319,11 @@ def test_codes_without_a_codec(tmp_path: Path) -> None:
     for codec in ("exact", "int8", None):
         record = copy.deepcopy(pack.record())
         record["provenance"]["codec"] = codec
-        tensorfile.write(tmp_path / "x.sight", KIND, FORMAT, pack.stored, record)
+        tensorfile.save(tmp_path / "x.sight", KIND, FORMAT, pack.stored, record)
         with pytest.raises(DamagedFile):
             Package.load(tmp_path / "x.sight")
         only = {"features": pack.stored["features"], "deepstack.0": pack.stored["deepstack.0"]}
-        tensorfile.write(tmp_path / "x.sight", KIND, FORMAT, only, record)
+        tensorfile.save(tmp_path / "x.sight", KIND, FORMAT, only, record)
         with pytest.raises(DamagedFile, match="floating"):
             Package.load(tmp_path / "x.sight")
 

@@ -124,7 +124,7 @@ def lying(path: Path, change: Callable[[dict[str, Any]], Any], **tensors: torch.
     """A file with all seals whole, whose record says something else than the truth."""
     record = tiny_package().record()
     change(record)
-    tensorfile.write(path, KIND, FORMAT, tensors or tiny_package().tensors, record)
+    tensorfile.save(path, KIND, FORMAT, tensors or tiny_package().tensors, record)
     return path
 
 
@@ -189,10 +189,10 @@ def test_tiles_are_rows_too(tmp_path: Path) -> None:
 
 def test_other_kinds_and_versions(tmp_path: Path) -> None:
     tiny, path = tiny_package(), tmp_path / "x.sight"
-    tensorfile.write(path, "snapshot", FORMAT, tiny.tensors, tiny.record())
+    tensorfile.save(path, "snapshot", FORMAT, tiny.tensors, tiny.record())
     with pytest.raises(NotKeepsightFile, match="'snapshot' file, expected 'package'"):
         Package.load(path)
-    tensorfile.write(path, KIND, FORMAT + 1, tiny.tensors, tiny.record())
+    tensorfile.save(path, KIND, FORMAT + 1, tiny.tensors, tiny.record())
     with pytest.raises(WrongFormatVersion, match=f"format {FORMAT + 1}"):
         Package.load(path)
 
@@ -277,7 +277,7 @@ def test_a_package_that_lies_in_a_store_is_encoded_again(
     (path,) = tmp_path.glob("package/*/*.sight")
     for change in ({"tokens": 1}, {"key": "0" * 64}, {"container": "?"}):
         record = dict(true.record(), entry=true.feature_id, **change)
-        tensorfile.write(path, KIND, FORMAT, true.tensors, record)
+        tensorfile.save(path, KIND, FORMAT, true.tensors, record)
         caplog.clear()
         with ks.wrap(model, processor, store=tmp_path) as second:
             again = second.encode(picture(1))

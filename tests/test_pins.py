@@ -312,7 +312,7 @@ def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]
         assert before[0] or before[1] or "tenant_quota" in limits
         assert _counted(vlm) == before, "what is refused is not half pinned"
         vlm.runtime.tree.check()
-        vlm.runtime.caches.packages.check()
+        vlm.runtime.check()
         assert vlm.chat(conversation(40), max_new_tokens=1).tokens
 
 
@@ -325,7 +325,7 @@ def test_a_pin_takes_the_room_of_what_is_not_pinned() -> None:
             for seed in range(7, 30):
                 vlm.pin(picture(seed))
         shelf = vlm.runtime.caches.packages
-        shelf.check()
+        vlm.runtime.check()
         kept = [shelf.pinned("", key) for key, _ in shelf.items("")]
         assert all(kept) and len(kept) > 1
 

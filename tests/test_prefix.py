@@ -524,7 +524,7 @@ def test_a_sealed_snapshot_of_something_else_is_rejected(
         data = file.read_bytes()
         tensors, record = tensorfile.read(file, "snapshot", FORMAT)
         LIES[lie](tensors, record)
-        tensorfile.write(file, "snapshot", FORMAT, tensors, record)
+        tensorfile.save(file, "snapshot", FORMAT, tensors, record)
         tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
         match = prefill(tree, build(LONG))
         assert match.length < record["start"] + 3 if isinstance(record.get("start"), int) else True

@@ -125,7 +125,7 @@ def test_modes_of_before_stay(tmp_path: Path) -> None:
     beside.chmod(0o644)
     file.write_text("x")
     file.chmod(0o640)
-    tensorfile.write(file, "session", 1, {}, {})
+    tensorfile.save(file, "session", 1, {}, {})
     filled(DiskStore(root)).close()
     assert [mode(path) for path in (tmp_path, root, beside, file)] == [0o755, 0o755, 0o644, 0o640]
     beside.unlink()
@@ -143,7 +143,7 @@ def test_a_folder_of_a_group_stays_one(tmp_path: Path) -> None:
     store.close()
     for path in root.glob("index.sqlite*"):
         path.unlink()
-    tensorfile.write(root / "more" / "a.sight", "package", 1, {}, {})
+    tensorfile.save(root / "more" / "a.sight", "package", 1, {}, {})
     assert modes(root) == {True: {0o2770}, False: {0o660}}
 
 

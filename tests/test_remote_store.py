@@ -18,17 +18,15 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from hostile import finished, start
 from models import picture
 from remote_lines import Line, TrialFileSystem, read_only, unreachable
 from support import StoreTests
 
 import keepsight as ks
-from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
+from keepsight.errors import InputError, MissingExtra, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
-from keepsight.store import NOTHING, About, DiskStore, files, layout, open_store, remote
+from keepsight.store import NOTHING, About, DiskStore, layout, open_store, remote
 from keepsight.store.remote import RemoteStore
-from keepsight.system import digests
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"
@@ -249,20 +247,6 @@ def test_what_can_only_be_read_is_read(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_damage_that_cannot_be_removed_is_absent_all_the_same(store: RemoteStore) -> None:
-    name = layout.place("package", KEYS[1])
-    poke(name, b"damage")
-    Line.fail = staticmethod(read_only)
-    assert store.get("package", KEYS[1]) is None and name in objects()
-    Line.calls.clear()
-    assert store.get("package", KEYS[1]) is None and not store.has("package", KEYS[1])
-    assert Line.total() == 0
-    Line.fail = staticmethod(lambda asked, path: None)
-    put(store, 1)
-    store.flush()
-    assert store.get("package", KEYS[1]) is not None and store.check() == []
-
-
 @pytest.mark.parametrize("kept", [0, 7, 100, -1])
 def test_a_line_that_loses_bytes_costs_no_entry(
     store: RemoteStore, caplog: pytest.LogCaptureFixture, kept: int
@@ -316,20 +300,10 @@ def test_a_half_written_object_never_loads(store: RemoteStore) -> None:
         for length in [*range(0, len(whole), 97), len(whole) - 1]:
             poke(name, whole[:length])
             store.keeper._seen._known.clear()
-            assert read(kind, KEYS[1]) is None and name not in objects(), length
+            assert read(kind, KEYS[1]) is None and not store.has(kind, KEYS[1]), length
         poke(name, whole)
         store.keeper._seen._known.clear()
         assert read(kind, KEYS[1]) is not None
-
-
-def test_an_entry_under_another_key_or_kind_is_absent(store: RemoteStore) -> None:
-    put(store, 1)
-    store.flush()
-    whole = objects()[layout.place("package", KEYS[1])]
-    for name in (layout.place("package", KEYS[2]), layout.place("snapshot", KEYS[1])):
-        poke(name, whole)
-    assert not store.has("package", KEYS[2]) and store.get("snapshot", KEYS[1]) is None
-    assert names(store) == {("package", KEYS[1])}, "and it is gone"
 
 
 def test_check_names_what_is_wrong_and_repair_puts_it_right(store: RemoteStore) -> None:
@@ -378,27 +352,14 @@ def test_hostile_names_are_passed_over(store: RemoteStore, tmp_path: Path) -> No
     assert set(tmp_path.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [("package", "../../x"), ("package", "a" * 63), ("../x", "a" * 64), ("package", "A" * 64)],
-)
-def test_what_can_be_no_name_is_refused(store: RemoteStore, kind: str, key: str) -> None:
-    for ask in (store.has, store.get, store.note, store.delete, store.entry, store.tier, store.pin):
-        with pytest.raises(InputError, match=r"no kind|no key"):
-            ask(kind, key)
-    with pytest.raises(InputError):
-        store.put(kind, key, tensors(), {})
-    assert set(objects()) == set()
-
-
 def test_another_versions_entries_are_left_alone(store: RemoteStore) -> None:
     put(store, 1)
     store.flush()
     name = layout.place("package", KEYS[1])
-    whole, record = tensorfile.parse(objects()[name], "x", "package", files.FORMAT)
+    whole, record = tensorfile.parse(objects()[name], "x", "package", layout.FORMAT)
     for own in ("kind", "format", "tensors"):
         record.pop(own)
-    later = files.FORMAT + 1
+    later = layout.FORMAT + 1
     poke(name, b"".join(tensorfile.spelled("package", later, whole, record)))
     before = objects()
     for other in (RemoteStore(ADDRESS), RemoteStore(ADDRESS)):
@@ -416,8 +377,10 @@ def test_another_versions_store_is_refused_by_name(store: RemoteStore) -> None:
     with pytest.raises(WrongFormatVersion, match=r"trial://shared/store.*99"):
         RemoteStore(ADDRESS)
     poke("store.json", b"?")
-    with pytest.raises(DamagedFile, match=r"store\.json"):
-        RemoteStore(ADDRESS)
+    other = RemoteStore(ADDRESS)
+    put(other, 2)
+    other.flush()
+    layout.check_marker(objects()["store.json"], "here")
 
 
 # -- addresses -----------------------------------------------------------------------------------
@@ -530,7 +493,7 @@ def test_an_address_that_failed_is_left_alone(store: RemoteStore) -> None:
         lambda asked, path: OSError("no") if asked == "mv" and "package" in path else None
     )
     put(store, 1)
-    store.keeper.drain()
+    store.stats()
     Line.fail = staticmethod(lambda asked, path: None)
     assert store.stats()["state"] == "unreachable"
     put(store, 2)
@@ -578,19 +541,6 @@ def test_one_tenant_is_not_told_of_anothers_losses(store: RemoteStore) -> None:
     assert bob.get("package", KEYS[2]) is not None, "one entry that cannot be spelled is its fault"
 
 
-def test_what_waits_is_bounded_and_flush_says_so(store: RemoteStore) -> None:
-    gate = threading.Event()
-    Line.delay = staticmethod(lambda asked, path: float(not gate.wait(20)))
-    store.keeper._writer.room = 10_000
-    for number in range(8):
-        put(store, number)
-    assert store.stats()["refused"] == 8 - 2
-    gate.set()
-    with pytest.raises(StoreError, match="6 not written.*too much waits"):
-        store.flush()
-    store.flush()
-
-
 def test_only_who_waits_has_an_address_counted(store: RemoteStore) -> None:
     put(store, 1)
     store.flush()
@@ -612,39 +562,6 @@ def test_leftovers_of_killed_writers_go_with_the_rest(store: RemoteStore) -> Non
     assert names(store) == {("package", KEYS[1])} and store.check() == []
     store.clear()
     assert set(objects()) == {"store.json"}
-
-
-# -- other processes -----------------------------------------------------------------------------
-
-SHARED = """
-import sys, torch
-from keepsight.system import digests
-from keepsight.store.remote import RemoteStore
-store = RemoteStore(sys.argv[1])
-for n in range(30):
-    key = digests.digest("entry", n)
-    store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
-    store.put_note("alias", key, {"n": n})
-    if n % 10 == 9:
-        store.flush()
-        found = store.get("package", digests.digest("entry", n - 5))
-        if found is None or not (found[0]["a"] == n - 5).all():
-            raise SystemExit("lost")
-store.close()
-print(len(store.check()))
-"""
-
-
-def test_two_processes_share_an_address(tmp_path: Path) -> None:
-    address = f"file://{tmp_path}/store"
-    processes = [start(SHARED, address) for _ in range(2)]
-    assert [finished(process).strip() for process in processes] == ["0", "0"]
-    store = RemoteStore(address)
-    assert store.check() == [] and len(list(store.entries())) == 60
-    for n in range(30):
-        found = store.get("package", digests.digest("entry", n))
-        assert found is not None and (found[0]["a"] == n).all()
-    assert list(tmp_path.rglob(".part-*")) == []
 
 
 # -- a real server -------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     for name in ("kind", "format", "tensors"):
         record.pop(name)
     lying = tmp_path / "lying.keep"
-    tensorfile.write(lying, "session", 1, tensors, record)
+    tensorfile.save(lying, "session", 1, tensors, record)
     demo.clear()
     resumed = demo.resume(lying)
     assert resumed.notes
@@ -141,7 +141,7 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     with ks.wrap(demo.model, demo.processor) as fresh:
         assert torch.equal(logits(demo, messages), logits(fresh, messages))
     del record["media"]
-    tensorfile.write(lying, "session", 1, tensors, record)
+    tensorfile.save(lying, "session", 1, tensors, record)
     with pytest.raises(DamagedFile):
         demo.resume(lying)
 
@@ -166,7 +166,7 @@ def test_snapshots_of_another_shape_never_reach_the_tree(
     for name in ("kind", "format", "tensors"):
         record.pop(name)
     lying = tmp_path / "lying.keep"
-    tensorfile.write(lying, "session", 1, tensors, record)
+    tensorfile.save(lying, "session", 1, tensors, record)
     with ks.wrap(demo.model, demo.processor) as fresh:
         resumed = fresh.resume(lying)
         changed = change != "state" or any("/fixed/" in name for name in tensors)

@@ -78,31 +78,6 @@ def test_all_salts_of_a_tenant_have_one_quota_on_disk(
     assert nbytes(tmp_path, "bob") > 0 and store.check() == []
 
 
-def test_salts_count_together_also_for_the_next_process_and_without_an_index(
-    tmp_path: Path, opened: Opened
-) -> None:
-    store = opened(tmp_path, quota=None)
-    for name in salts("ann"):
-        put(store, name)
-    store.close()
-    for lost in ("", "-wal", "-shm"):
-        (tmp_path / f"{NAME}{lost}").unlink(missing_ok=True)
-    store = opened(tmp_path)
-    put(store, salts("ann")[0], 1)
-    store.stats()  # then every file is in the new index
-    store.flush()
-    assert QUOTA // 2 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check() == []
-
-
-def test_two_stores_over_one_folder_count_the_salts_of_both(tmp_path: Path, opened: Opened) -> None:
-    one, two = opened(tmp_path), opened(tmp_path)
-    for number, name in enumerate(salts("ann")):
-        put((one, two)[number % 2], name)
-        one.flush()
-        two.flush()
-    assert QUOTA // 2 < nbytes(tmp_path, *salts("ann")) <= QUOTA
-
-
 def test_pins_of_all_salts_count_together(tmp_path: Path, opened: Opened) -> None:
     loose = opened(tmp_path, quota=None)
     keys = {name: put(loose, name) for name in salts("ann", 6)}
@@ -211,7 +186,7 @@ class Accounts(RuleBasedStateMachine):
     @invariant()
     def quotas_hold(self) -> None:
         for store in self.stores:
-            store.keeper.drain()
+            store.stats()
         for account in (None, "ann", "bob"):
             own = [name for name in NAMES if account_of(name or "") == (account or "")]
             assert nbytes(self.root, *own) <= QUOTA

@@ -319,15 +319,6 @@ def test_what_is_on_its_way_near_does_not_come_back(pair: Pair, how: str) -> Non
     both.close()
 
 
-def test_what_is_put_after_a_deletion_stays(pair: Pair) -> None:
-    put(pair.both, 1)
-    pair.both.flush()
-    pair.both.delete("package", KEYS[1])
-    put(pair.both, 1)
-    pair.both.flush()
-    assert found(pair.near, 1) and found(pair.far, 1)
-
-
 def test_deleting_while_many_read_leaves_nothing(tmp_path: Path) -> None:
     """Readers in threads promote all the time; whatever is deleted stays away."""
     far = RemoteStore(ADDRESS)
@@ -368,10 +359,3 @@ def test_what_could_not_be_carried_and_is_deleted_is_no_loss(tmp_path: Path) -> 
     both.flush()
     assert names(both) == set()
     both.close()
-
-
-def test_a_rejected_entry_is_rejected_everywhere(pair: Pair) -> None:
-    put(pair.both, 1)
-    pair.both.flush()
-    pair.both.reject("package", KEYS[1], "it is something else")
-    assert not pair.both.has("package", KEYS[1]) and pair.both.get("package", KEYS[1]) is None

@@ -6,11 +6,14 @@ Tests call it after every operation, as `tree.check()` and `runtime.check()`.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from keepsight.core.runtime import Runtime
 from keepsight.formats.package import storage_bytes
 from keepsight.prefix.node import DEVICE, HOST, NOWHERE, Node
 from keepsight.prefix.residency import Residency, Tier
+from keepsight.store import MemoryCache
+from keepsight.system.accounts import account_of
 
 _DEPTH = {DEVICE: 0, HOST: 1, NOWHERE: 2}
 
@@ -43,7 +46,23 @@ def audit(residency: Residency) -> None:
 
 def _audit_all(runtime: Runtime) -> None:
     audit(runtime.tree)
-    runtime.caches.check()
+    caches = runtime.caches
+    for cache in (caches.pixels, caches.packages, caches.aliases, caches.downloads, caches.given):
+        audit_cache(cache)
+
+
+def audit_cache(cache: MemoryCache[Any]) -> None:
+    """Each count of a cache is that of what it holds, and budget and quota hold."""
+    of, owned, pinned = Counter[str](), Counter[str](), Counter[str]()
+    for (tenant, _), held in cache._held.items():
+        _require(held.nbytes == cache._size(held.item), "a thing changed its size in memory")
+        of[tenant] += held.nbytes
+        owned[account_of(tenant)] += held.nbytes
+        pinned[account_of(tenant)] += held.nbytes * held.pinned
+    counts = [(cache._of, of), (cache._owned, owned), (cache._pinned, pinned)]
+    _require(all(+told == +true for told, true in counts), f"counted {counts}")
+    _require(cache.nbytes == of.total() <= cache.budget, f"{cache.nbytes} bytes, not {of}")
+    _require(all(n <= (cache.quota or n) for n in owned.values()), f"over quota: {owned}")
 
 
 Residency.check = audit  # type: ignore[attr-defined]

@@ -23,8 +23,7 @@ from keepsight.system.places import check_store_folder, expanded
 from keepsight.system.units import bytes_text, parse_bytes
 
 if TYPE_CHECKING:
-    from keepsight.store import Entry
-    from keepsight.store.tenants import AllTenants
+    from keepsight.store import Entry, Store
 
 app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -36,6 +35,7 @@ Named = Annotated[
     ),
 ]
 YES = option("Do not ask for confirmation.", "--yes", "-y", default=False)
+_LEAST = 8  # characters of a digest
 _TENANTS = 20  # largest entries in a table
 _SHOWN = 5  # largest and most used entries, dependents of an entry, files of an entry
 _WHAT = {
@@ -73,15 +73,29 @@ class Where:
         if "://" not in self.store and not expanded(self.store).is_dir():
             raise StoreError(f"{expanded(self.store)}: there is no such folder")
         from keepsight.store import open_store
-        from keepsight.store.tenants import AllTenants
 
-        return Look(AllTenants(open_store(self.store), self.tenant))
+        opened = open_store(self.store)
+        one = None if self.tenant is None else _digest_of(self.tenant, opened.tenants())
+        return Look(opened.of(one))
+
+
+def _digest_of(name: str, digests: list[str]) -> str:
+    """The tenant with this name; if nothing is stored under it, the one whose digest begins so."""
+    from keepsight.store.layout import tenant_digest
+
+    named = tenant_digest(name)
+    found = [digest for digest in digests if digest.startswith(name)]
+    if named in digests or len(name) < _LEAST or not found:
+        return named
+    if len(found) > 1:
+        raise InputError(f"--tenant {name}: the digests of {len(found)} tenants begin with it")
+    return found[0]
 
 
 class Look:
     """A store, and what is in it; read when it is asked for."""
 
-    def __init__(self, store: AllTenants) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
 
     @cached_property
@@ -120,7 +134,7 @@ class Look:
         """The file of an entry; None for an address, of which only its listing is known."""
         from keepsight.store import layout
 
-        root = self.store.view(entry).root
+        root = self.store.root
         return None if root is None else root / layout.place(*entry.name)
 
     def record(self, entry: Entry) -> Record:
@@ -161,7 +175,7 @@ class Look:
         of = self.pictures[tenant, key]
         packages = [entry for entry in of if entry.kind == "package"]
         tokens = [about["tokens"] for p in packages if "tokens" in (about := self.about(p))]
-        tiers = [self.store.view(p).tier(p.kind, p.key) for p in packages]
+        tiers = [self.store.of(p.tenant).tier(p.kind, p.key) for p in packages]
         return {
             "key": key,
             "files": self.files.get((tenant, key), []),
@@ -224,7 +238,7 @@ def _ago(when: float) -> str:
 @app.command()
 @grouped
 def stats(where: Where, as_json: bool = JSON) -> None:
-    """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
+    """Show tiers, entries, bytes and reads, what each tenant has, and the largest and the most
     used entries. Tenants are named by digests: a store does not know their names."""
     look, out = where.open(), console()
     largest = sorted(look.entries, key=lambda e: -e.nbytes)[:_SHOWN]
@@ -245,10 +259,7 @@ def stats(where: Where, as_json: bool = JSON) -> None:
             out.print(table(what, "entries", "bytes", right=("entries", "bytes"), rows=rows))
     if (more := len(tenants) - _TENANTS) > 0:
         out.print(f"and {more} more")
-    counts = stats["ever"]
-    hits, asked = counts["hits"], counts["hits"] + counts["misses"]
-    rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
-    out.print(f"{rate}, {counts['evictions']} entries evicted, {counts['refused']} refused")
+    out.print(f"{sum(e.uses - 1 for e in look.entries)} reads of what is here")
     for title, chosen in best.items():
         cells = [(e.kind, e.key[:16], bytes_text(e.nbytes), e.uses) for e in chosen]
         names = ("kind", "key", "size", "uses")
@@ -335,7 +346,7 @@ def explain(where: Where, entry: Named, as_json: bool = JSON) -> None:
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.used < it.used and not e.pinned for e in others)
     bases, about = _bases(others, it), look.about(it)
-    tier = look.store.view(it).tier(it.kind, it.key)
+    tier = look.store.of(it.tenant).tier(it.kind, it.key)
     if as_json:
         of = {"tier": tier, "bases": len(bases), "upon": [[e.kind, e.key] for e in upon]}
         json_line(look.record(it) | about | of | {"go_first": first})
@@ -388,7 +399,7 @@ def unpin(where: Where, entry: Named) -> None:
 def _pin(where: Where, named: str, pinned: bool) -> None:
     look = where.open()
     it = look.find(named)
-    if not look.store.view(it).pin(it.kind, it.key, pinned):
+    if not look.store.of(it.tenant).pin(it.kind, it.key, pinned):
         raise InputError(f"{it.kind}/{it.key} is gone")
     console().print(f"{it.kind}/{it.key} is {'pinned' if pinned else 'no longer pinned'}")
 
@@ -412,7 +423,7 @@ def delete(where: Where, entry: Named, yes: bool = YES) -> None:
         more = f" and {len(pinned) - _SHOWN} more" if len(pinned) > _SHOWN else ""
         names = pinned[:_SHOWN]
         typer.confirm(f"{', '.join(names)}{more}: pinned. Remove all the same?", abort=True)
-    view = look.store.view(it)
+    view = look.store.of(it.tenant)
     freed = look.store.delete_media(key) if key else view.delete(it.kind, it.key)
     console().print(f"{bytes_text(freed)} freed")
 

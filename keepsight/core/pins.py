@@ -122,14 +122,16 @@ def _locked(runtime: Runtime, work: Callable[..., object], *arguments: object) -
 
 def clear(runtime: Runtime, tenant: str | None, stored: bool) -> None:
     """Forget everything in memory, of all tenants or of one; with `stored` in all tiers."""
-    store = runtime.store if tenant is None else runtime.store_of(tenant)
+    store = runtime.store_of(tenant or "")
+    if store is not None and tenant is None:
+        store = store.of(None)  # all tenants
 
     def forget() -> int:
         runtime.clear(tenant)
         return 0
 
     if stored and store is not None:
-        _everywhere(runtime, forget, lambda: store.clear(everybody=tenant is None), forget)
+        _everywhere(runtime, forget, store.clear, forget)
     else:
         _locked(runtime, forget)
 

@@ -134,19 +134,7 @@ class Package:
 
     def record(self) -> Record:
         """Everything except the tensors, as JSON."""
-        return {
-            "key": self.key,
-            "weights": self.weights,
-            "settings": self.settings,
-            "provenance": self.provenance,
-            "grid": self.grid,
-            "layout": list(self.layout),
-            "container": self.container,
-            "modality": self.modality,
-            "source": self.source,
-            "about": self.about,
-            "tokens": self.tokens,
-        }
+        return {name: getattr(self, name) for name in _FIELDS} | {"layout": list(self.layout)}
 
     @classmethod
     def load(cls, path: str | Path) -> Package:
@@ -161,20 +149,9 @@ class Package:
         codec, packed = record["provenance"].get("codec"), None
         if codecs.is_lossy(codec):
             tensors, packed = codecs.unpack(tensors, codec, where), tensors
-        package = cls(
-            tensors=tensors,
-            key=record["key"],
-            weights=record["weights"],
-            settings=record["settings"],
-            provenance=record["provenance"],
-            grid=record["grid"],
-            layout=tuple(record["layout"]),
-            container=record["container"],
-            modality=record["modality"],
-            source=record["source"],
-            about=record["about"],
-            packed=packed,
-        )
+        own = {name: record[name] for name in _FIELDS if name != "tokens"}
+        own["layout"] = tuple(own["layout"])
+        package = cls(tensors=tensors, packed=packed, **own)
         check_shapes(package, where)
         return package
 
@@ -219,35 +196,28 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     return same and bool(digests.tensor_bytes(one) == digests.tensor_bytes(two))
 
 
+# What the record has, and of which type.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
-    "key": str,
-    "weights": str,
-    "settings": str,
-    "provenance": dict,
-    "grid": dict,
+    **dict.fromkeys(("key", "weights", "settings", "container", "modality"), str),
+    **dict.fromkeys(("provenance", "grid", "about"), dict),
     "layout": list,
-    "container": str,
-    "modality": str,
     "source": (str, type(None)),
-    "about": dict,
     "tokens": int,
 }
 
 
 def _check_record(record: Record, where: str) -> None:
-    for name, kind in _FIELDS.items():
-        if name not in record or not isinstance(record[name], kind):
-            raise DamagedFile(f"{where}: the record's {name!r} is missing or of the wrong type")
-    layout = record["layout"]
-    if not all(
-        (isinstance(part, int) and not isinstance(part, bool) and part > 0) or isinstance(part, str)
-        for part in layout
-    ):
+    wrong = [name for name, of in _FIELDS.items() if not isinstance(record.get(name, ...), of)]
+    if wrong:
+        raise DamagedFile(f"{where}: the record's {wrong[0]!r} is missing or of the wrong type")
+    numbers = [part for part in record["layout"] if type(part) is int and part > 0]
+    texts = [part for part in record["layout"] if isinstance(part, str)]
+    if len(numbers) + len(texts) != len(record["layout"]):
         raise DamagedFile(f"{where}: the record's layout is not a list of texts and token counts")
-    if sum(part for part in layout if isinstance(part, int)) != record["tokens"]:
+    if sum(numbers) != record["tokens"] or not numbers:
         raise DamagedFile(f"{where}: the record's layout and its token count disagree")
-    if record["tokens"] < 1 or record["container"] not in ("list", "tensor"):
-        raise DamagedFile(f"{where}: the record has no tokens, or an unknown container")
+    if record["container"] not in ("list", "tensor"):
+        raise DamagedFile(f"{where}: the record has an unknown container")
     if not all(isinstance(rows, list) for rows in record["grid"].values()):
         raise DamagedFile(f"{where}: the record's grid is not made of lists of numbers")
 

@@ -61,13 +61,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def write(
-    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
-) -> int:
-    """Write atomically; return the size in bytes. The data is on the disk when this returns."""
-    return write_whole(path, spelled(kind, version, tensors, record))
-
-
 def spelled(
     kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> Iterator[bytes | memoryview]:
@@ -130,7 +123,7 @@ def _spell(
 def save(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> None:
-    """`write` for a file that a person named: the error says why it cannot be written."""
+    """Write a file that a person named: the error says why it cannot be written."""
     parts = spelled(kind, version, tensors, record)
     try:
         write_whole(path, parts)

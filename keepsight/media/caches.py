@@ -115,10 +115,3 @@ class MediaCaches:
             "name_bytes": nbytes(*names),
             "session_bytes": self.kept.bytes_of(tenant),
         }
-
-    def check(self) -> None:
-        """Raise AssertionError if a count is wrong or a budget is exceeded."""
-        for cache in (self.pixels, self.packages):
-            cache.check()
-        for shared in (self.aliases, self.downloads, self.given):
-            shared.check()

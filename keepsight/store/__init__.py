@@ -2,7 +2,7 @@
 
 `contract` says what a store promises, `layout` the place and form of entries. `disk` keeps them in
 `files` with an `index`, `remote` in a bucket or any place that fsspec reaches, `tiers` in several
-stores in a row; one thread writes (`writer`), and `health` says what a store refuses. `tenants` is
+stores in a row; one thread writes (`writer`), and `health` says what a store refuses. `view` is
 what callers use of a store, `memory_cache` a cache in memory. Nothing here knows about images,
 models or prompts.
 """
@@ -15,9 +15,9 @@ from pathlib import Path
 from keepsight.errors import InputError
 from keepsight.store.contract import NOTHING, About, Below, Entry
 from keepsight.store.disk import DiskStore
-from keepsight.store.files import FORMAT
+from keepsight.store.layout import FORMAT
 from keepsight.store.memory_cache import MemoryCache
-from keepsight.store.tenants import Store
+from keepsight.store.view import Store
 from keepsight.store.writer import ROOM
 
 __all__ = [
@@ -45,30 +45,26 @@ def open_store(
     `budget` limits the bytes of the folder, `quota` those of one tenant in it, and `waiting` those
     of data waiting in memory to be written, per store.
     """
-    if address is None and remote is None:
+    places = [os.fspath(place) for place in (address, remote) if place is not None]
+    if not places:
         raise InputError("which store? give a folder, or an address such as s3://bucket/name")
     if remote is not None and "://" not in remote:
         raise InputError(f"{remote!r} is no remote address; expected one such as s3://bucket/name")
-    near = None if address is None else os.fspath(address)
-    far = remote
-    if near is not None and "://" in near:
-        if budget is not None or quota is not None:
-            raise InputError(
-                f"{near}: a budget or a quota is for folders; a bucket keeps what it is given, "
-                "and its own lifecycle rules remove what is old"
-            )
-        near, far = (None, near) if far is None else (near, far)
-    if far is None:
-        return DiskStore(str(near), budget, quota=quota, waiting=waiting)
-    from keepsight.store.remote import RemoteStore
+    if "://" in places[0] and address is not None and (budget, quota) != (None, None):
+        raise InputError(
+            f"{places[0]}: a budget or a quota is for folders; a bucket keeps what it is given, "
+            "and its own lifecycle rules remove what is old"
+        )
+    stores: list[Store] = []
+    for place in places:
+        if "://" in place:
+            from keepsight.store.remote import RemoteStore
+
+            stores.append(RemoteStore(place, waiting=waiting))
+        else:
+            stores.append(DiskStore(place, budget, quota=quota, waiting=waiting))
+    if len(stores) == 1:
+        return stores[0]
     from keepsight.store.tiers import TieredStore
 
-    behind = RemoteStore(far, waiting=waiting)
-    if near is None:
-        return behind
-    before = (
-        RemoteStore(near, waiting=waiting)
-        if "://" in near
-        else DiskStore(near, budget, quota=quota, waiting=waiting)
-    )
-    return TieredStore(before, behind)
+    return TieredStore(*stores)

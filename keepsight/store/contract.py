@@ -7,7 +7,7 @@ acknowledgement: everything handed over before it is safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -30,6 +30,10 @@ class EntryName(NamedTuple):
     kind: str
     key: str
     tenant: str = ""
+
+    def on(self, base: Name | None) -> EntryName | None:
+        """The name of this entry's base, which has the same tenant."""
+        return None if base is None else EntryName(*base, self.tenant)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ class Entry:
         """Its whole name."""
         return EntryName(self.kind, self.key, self.tenant)
 
+    @property
+    def base(self) -> EntryName | None:
+        """The whole name of what it depends on."""
+        return self.name.on(self.depends_on)
+
     def is_over(self, now: float) -> bool:
         """Whether it is expired, or dated in the future, so that it would live too long."""
         end = self.expires
@@ -75,32 +84,19 @@ class Entry:
 
 
 class Keeper(Protocol):
-    """Keeps the entries of all tenants. `tenants.Store` is what callers use of it.
+    """Keeps the entries of all tenants; `Store` is how one tenant sees it.
 
-    A `tenant` of None means all of them.
+    A `tenant` of None means all of them. `label` is how people name it, `root` its folder, if it is
+    one; `budget` and `quota` are the bytes that it, and each account in it, may have.
     """
 
-    @property
-    def label(self) -> str:
-        """How people name it: its folder or its address."""
-
-    @property
-    def root(self) -> Path | None:
-        """Its folder, if it is one."""
-
-    @property
-    def budget(self) -> int | None:
-        """The bytes that it may have."""
-
-    @property
-    def quota(self) -> int | None:
-        """The bytes that each account may have in it."""
-
-    def has(self, name: EntryName) -> bool:
-        """Whether reading this entry should work."""
+    label: str
+    root: Path | None
+    budget: int | None
+    quota: int | None
 
     def tier(self, name: EntryName) -> str | None:
-        """Where a read would find it: "disk", "remote", or None."""
+        """Where a read should find an entry: "disk", "remote", or None."""
 
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that are there, intact and not expired."""
@@ -138,17 +134,11 @@ class Keeper(Protocol):
     def gc(self, tenant: str | None, budget: int) -> int:
         """Remove the least recently used entries until the rest fits; return the bytes freed."""
 
-    def tenants(self) -> list[str]:
-        """The digests of all tenants that may have entries here."""
-
-    def stats(self, tenant: str, whose: str | None, wait: float) -> Record:
-        """Entries and bytes of a tenant, and counts of events of `whose`."""
+    def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record:
+        """Entries and bytes of `tenant`, and counts of events of `whose`."""
 
     def check(self, tenant: str | None, repair: bool) -> list[str]:
         """Read everything in full; return one line per problem. `repair` fixes all of them."""
-
-    def drain(self) -> object:
-        """Return when everything handed over before is written or lost."""
 
     def flush(self, tenant: str | None) -> None:
         """Return when everything handed over before is safe; raise `NotStored` with each loss and
@@ -160,3 +150,24 @@ class Keeper(Protocol):
     def retire(self) -> None:
         """Let the threads end once they are done. This does not wait: the garbage collector calls
         it when nobody uses the store any more."""
+
+
+def layers(
+    names: Iterable[EntryName], upon: Callable[[EntryName], Iterable[EntryName]]
+) -> list[list[EntryName]]:
+    """These entries and all their dependents (`upon` gives the direct ones), in layers: each
+    depends on earlier ones only."""
+    depth: dict[EntryName, int] = {}
+    level, here = 0, list(dict.fromkeys(names))
+    while here:
+        for name in here:
+            depth.pop(name, None)
+            depth[name] = level
+        further = dict.fromkeys(other for name in here for other in upon(name))
+        level += 1
+        # Only damage makes circles; then no way is longer than there are entries.
+        here = [name for name in further if level <= len(depth)]
+    found: list[list[EntryName]] = [[] for _ in range(level)]
+    for name, deep in depth.items():
+        found[deep].append(name)
+    return found

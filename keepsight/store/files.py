@@ -3,16 +3,12 @@
 No link inside the root is followed: below it each folder is looked at before a file in it is
 created, renamed or removed, and links are refused; nobody else can put one there, because folders
 are private. The root itself may be a link, because its owner chose it.
-
-An entry's file is the truth. It contains its key, its base, the images it depends on and its
-expiry, so all of that can be read without an index.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import secrets
 import stat
@@ -27,14 +23,12 @@ from keepsight.errors import DamagedFile, FileError, InputError, StoreError
 from keepsight.formats import tensorfile
 from keepsight.kinds import Record
 from keepsight.store import layout
-from keepsight.store.contract import Content, Entry, EntryName
+from keepsight.store.contract import Entry, EntryName, Found
 from keepsight.system import private_files
 from keepsight.system.places import expanded
 
-FORMAT = 1
 PART, DAMAGED = ".part-", ".damaged"
 BUFFER = -1  # the system's default size
-Parts = Iterable[bytes | memoryview]
 _AT_ONCE = 16  # syncs sent to the disk together
 _TIMES = 5  # attempts to create a folder that others remove
 _LEFT_OVER = 3600.0  # seconds; no writer is at work on one part for so long
@@ -81,7 +75,7 @@ class Folder:
         except ValueError as error:  # also: half of a surrogate pair
             raise InputError(f"{str(root)!r} is no path: {error}") from None
         self.root = expanded(root)
-        self._fresh: set[str] = set()  # folders with new subfolders that are not synced
+        self._fresh: set[Path] = set()  # folders with new subfolders that are not synced
         self._mount: Path | None = None  # mount point of the root when it was last seen
 
     # -- looking ---------------------------------------------------------------------------------
@@ -122,15 +116,9 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def shards(self, tenant: str) -> Iterator[str]:
-        """The folders in which a tenant's entries are."""
-        for kind in layout.KINDS:
-            above = f"{layout.tenant_prefix(tenant)}{kind}"
-            yield from (f"{above}/{shard}" for shard in self.names(above))
-
     # -- writing ---------------------------------------------------------------------------------
 
-    def write(self, name: str, parts: Parts) -> int:
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file completely to the disk, or not at all; return its size in bytes."""
         part = self.begin(name, parts)
         try:
@@ -141,12 +129,19 @@ class Folder:
             part.drop()
         return part.size
 
-    def begin(self, name: str, parts: Parts) -> PartFile:
+    def begin(self, name: str, parts: Iterable[bytes | memoryview]) -> PartFile:
         """Write a file under a temporary name."""
         *folders, last = name.split("/")
         self.make_root()
         temporary = f"{PART}{secrets.token_hex(8)}"
-        inside, handle = self._new_file(folders, temporary)
+        for left in reversed(range(_TIMES)):
+            try:
+                inside = self._inside(folders, make=True)
+                handle = private_files.new_file(inside / temporary)
+                break
+            except FileNotFoundError:  # another process removed the still empty folder
+                if not left:
+                    raise
         part = PartFile(inside, last, os.fdopen(handle, "wb", BUFFER), temporary)
         try:
             part.size = sum(part.file.write(some) for some in parts)
@@ -156,22 +151,10 @@ class Folder:
             raise
         return part
 
-    def _new_file(self, folders: list[str], last: str) -> tuple[Path, int]:
-        """A folder, and an open new file in it. A process may remove the still empty folder
-        (`remove_empty`); then it is created again."""
-        for left in reversed(range(_TIMES)):
-            try:
-                inside = self._inside(folders, make=True)
-                return inside, private_files.new_file(inside / last)
-            except FileNotFoundError:
-                if not left:
-                    raise
-        raise FileNotFoundError(f"{self.root}: the folder is removed again and again")
-
     def sync_folders(self, parts: Iterable[PartFile]) -> None:
         """Make the renames of these files outlive a power cut."""
         fresh, self._fresh = self._fresh, set()
-        folders = {part.folder for part in parts} | {self.root / folder for folder in fresh}
+        folders = fresh | {part.folder for part in parts}
         together(partial(tensorfile.sync_folder, folder) for folder in folders)
 
     def make_root(self) -> None:
@@ -191,15 +174,15 @@ class Folder:
     def _inside(self, folders: list[str], make: bool = False) -> Path:
         """The folder at the end of these steps, none of which is a link."""
         here = self.root
-        for depth, step in enumerate(folders):
-            here = here / step
+        for step in folders:
+            above, here = here, here / step
             try:
                 mode = os.lstat(here).st_mode
             except FileNotFoundError:
                 if not make:
                     raise
                 private_files.new_folder(here)
-                self._fresh.add("/".join(folders[:depth]))
+                self._fresh.add(above)
                 mode = os.lstat(here).st_mode
             if not stat.S_ISDIR(mode):
                 raise StoreError(
@@ -237,6 +220,33 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             _aside(self._inside(folders) / last)
 
+    # -- entries ---------------------------------------------------------------------------------
+
+    def is_store(self) -> bool:
+        """Whether the folder is a store. Looking must not make one of it."""
+        if self.status(layout.MARKER) is not None:
+            return True
+        return any(name in layout.KINDS or name == "tenants" for name in self.names(""))
+
+    def tenants(self) -> list[str]:
+        """The digests of all tenants that have a folder, and the default tenant."""
+        return ["", *filter(layout.is_tenant, self.names("tenants"))]
+
+    def shards(self, tenant: str) -> Iterator[str]:
+        """The folders in which a tenant's entries are."""
+        for kind in layout.KINDS:
+            above = f"{layout.tenant_prefix(tenant)}{kind}"
+            yield from (f"{above}/{shard}" for shard in self.names(above))
+
+    def pins(self) -> Iterator[EntryName]:
+        """Every pin. It is a small file, so that it outlives the index."""
+        for tenant in self.tenants():
+            for kind in layout.KINDS:
+                for last in self.names(f"{layout.tenant_prefix(tenant)}pins/{kind}"):
+                    key = os.path.splitext(last)[0]
+                    if layout.is_name(kind, key):
+                        yield EntryName(kind, key, tenant)
+
     def sweep(self, tenant: str, age: float) -> None:
         """Remove what was set aside at least this long ago, and what killed writers left."""
         for shard in self.shards(tenant):
@@ -249,51 +259,47 @@ class Folder:
                     with contextlib.suppress(OSError):
                         self.remove(f"{shard}/{last}")
 
-    # -- entries ---------------------------------------------------------------------------------
-
-    def tenants(self) -> list[str]:
-        """The digests of all tenants that have a folder, and the default tenant."""
-        return ["", *filter(layout.is_tenant, self.names("tenants"))]
-
     def is_there(self, name: EntryName) -> bool:
         """Whether an entry's file exists; it may have expired."""
         status = self.status(layout.place(*name))
         return status is not None and stat.S_ISREG(status.st_mode)
 
-    def in_shard(self, shard: str) -> Iterator[Entry]:
-        """The entries in a folder, from their files, without reading them in full."""
-        for last in self.names(shard):
-            name = layout.parse(f"{shard}/{last}")
-            entry = None if name is None else self.as_found(name)
-            if entry is not None:
-                yield entry
+    def read(self, name: EntryName) -> Found:
+        """Content and metadata of an entry, with every byte and the key checked."""
+        return read(self.path(layout.place(*name)), name)
 
-    def as_found(self, name: EntryName) -> Entry | None:
-        """An entry from its file; None if that is absent or no file."""
-        place = layout.place(*name)
-        status = self.status(place)
+    def read_record(self, name: EntryName) -> Found:
+        """The same of a note; of tensors record and metadata, which are not checked further."""
+        path = self.path(layout.place(*name))
+        if name.kind in layout.NOTES:
+            return read(path, name)
+        _refuse_pipes(path)
+        return layout.of_its_name(name, ({}, tensorfile.read_record(path)), str(path))
+
+    def entry(self, name: EntryName) -> Entry | None:
+        """An entry as its file has it, not read in full; None if that is absent or no file."""
+        status = self.status(layout.place(*name))
         if status is None or not stat.S_ISREG(status.st_mode):
             return None
-        try:
-            metadata = read_metadata(self.path(place), name)
-        except (FileError, OSError):
-            metadata = {}  # `check` will report it; its bytes count until then
-        about, created = layout.about_of(metadata), status.st_mtime
-        if about.ttl is not None and math.isfinite(metadata["created"]):  # a file may say anything
-            created = float(metadata["created"]) / 1000
-        return Entry(
-            name.kind,
-            name.key,
-            nbytes=status.st_size,
-            used=max(status.st_atime, created),
-            created=created,
-            uses=1,
-            depends_on=about.depends_on,
-            media=about.media,
-            expires=None if about.ttl is None else created + about.ttl,
-            tenant=name.tenant,
-            account=layout.account_in(metadata, name.tenant),
-        )
+        metadata: Record = {}
+        with contextlib.suppress(FileError, OSError):  # `check` tells; its bytes count until then
+            metadata = self.read_record(name)[1]
+        return layout.entry_of(name, metadata, status.st_size, status.st_mtime, status.st_atime)
+
+
+def read(path: Path, name: EntryName) -> Found:
+    """Content and metadata of the file of an entry, with every byte and the key checked."""
+    _refuse_pipes(path)
+    if name.kind in layout.NOTES:
+        return layout.read_entry(path.read_bytes(), name, str(path))
+    return layout.of_its_name(name, tensorfile.read(path, name.kind, layout.FORMAT), str(path))
+
+
+def _refuse_pipes(path: Path) -> None:
+    """Refuse pipes and devices: opening one may block forever."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DamagedFile(f"{path} is a pipe or a device and no file")
 
 
 def together(steps: Iterable[Callable[[], None]]) -> None:
@@ -327,60 +333,3 @@ def _aside(path: Path) -> None:
         raise
     except OSError:  # a folder, or something lies there that is one
         os.replace(path, path.with_suffix(f".{secrets.token_hex(4)}{DAMAGED}"))
-
-
-# -- what is in a file -----------------------------------------------------------------------------
-
-
-def spelled(name: EntryName, content: Content, metadata: Record) -> Parts:
-    """The parts of an entry's file."""
-    tensors, record = content
-    if tensors is None:
-        return [layout.note_bytes(name.kind, name.key, record, metadata)]
-    return tensorfile.spelled(
-        name.kind, FORMAT, tensors, dict(record, entry=name.key, kept=metadata)
-    )
-
-
-def read(path: Path, name: EntryName) -> tuple[Content, Record]:
-    """Content and metadata, with every byte and the key checked."""
-    _refuse_pipes(path)
-    if name.kind in layout.NOTES:
-        body, metadata = layout.read_note(name.kind, name.key, path.read_bytes(), str(path))
-        return (None, body), metadata
-    return of_its_name(name, tensorfile.read(path, name.kind, FORMAT), str(path))
-
-
-def parse(data: bytes, name: EntryName, where: str) -> tuple[Content, Record]:
-    """`read` for the bytes of a whole file."""
-    if name.kind in layout.NOTES:
-        body, metadata = layout.read_note(name.kind, name.key, data, where)
-        return (None, body), metadata
-    return of_its_name(name, tensorfile.parse(data, where, name.kind, FORMAT), where)
-
-
-def of_its_name(name: EntryName, content: Content, where: str) -> tuple[Content, Record]:
-    """Content and metadata, if the record is that of the entry."""
-    record = content[1]
-    if record.get("entry") != name.key:
-        raise DamagedFile(f"{where}: this is the entry {record.get('entry')!r}")
-    metadata = record.get("kept")
-    return content, metadata if isinstance(metadata, dict) else {}
-
-
-def read_record(path: Path, name: EntryName) -> tuple[Content, Record]:
-    """Record and metadata of tensors; the tensors are neither read nor checked."""
-    _refuse_pipes(path)
-    return of_its_name(name, ({}, tensorfile.read_record(path)), str(path))
-
-
-def read_metadata(path: Path, name: EntryName) -> Record:
-    """The metadata in a file; tensors are neither read nor checked."""
-    return (read if name.kind in layout.NOTES else read_record)(path, name)[1]
-
-
-def _refuse_pipes(path: Path) -> None:
-    """Refuse pipes and devices: opening one may block forever."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise DamagedFile(f"{path} is a pipe or a device and no file")

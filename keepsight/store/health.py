@@ -11,9 +11,7 @@ import errno
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
-
-from keepsight.kinds import Record
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -30,29 +28,21 @@ DAMAGED = "damaged"  # wrong bytes
 PAUSE = 30.0  # seconds that a store is left alone
 _QUIET = 600.0  # seconds in which a repeated problem is not logged again
 
-_NUMBERS = {
-    FULL: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    READ_ONLY: (errno.EROFS,),
-    DENIED: (errno.EACCES, errno.EPERM),
+_OF_NUMBER = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL),
+    errno.EROFS: READ_ONLY,
+    **dict.fromkeys((errno.EACCES, errno.EPERM), DENIED),
     # EEXIST and ENOTDIR: a file is in the folder's place.
-    GONE: (
-        *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENODEV, errno.ENXIO),
-        *(errno.ESTALE, errno.ENOTCONN),
-    ),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENODEV, errno.ENXIO), GONE),
+    **dict.fromkeys((errno.ESTALE, errno.ENOTCONN), GONE),
 }
-_OF_NUMBER = {number: state for state, numbers in _NUMBERS.items() for number in numbers}
 _OF_SQLITE = {
     sqlite3.SQLITE_FULL: FULL,
     sqlite3.SQLITE_READONLY: READ_ONLY,
-    sqlite3.SQLITE_PERM: DENIED,
-    sqlite3.SQLITE_AUTH: DENIED,
-    sqlite3.SQLITE_BUSY: LOCKED,
-    sqlite3.SQLITE_LOCKED: LOCKED,
-    sqlite3.SQLITE_PROTOCOL: LOCKED,
-    sqlite3.SQLITE_IOERR: FAILING,
-    sqlite3.SQLITE_CANTOPEN: FAILING,
-    sqlite3.SQLITE_NOMEM: FAILING,
-    sqlite3.SQLITE_INTERRUPT: FAILING,
+    **dict.fromkeys((sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH), DENIED),
+    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL), LOCKED),
+    **dict.fromkeys((sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN), FAILING),
+    **dict.fromkeys((sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT), FAILING),
 }
 
 
@@ -112,25 +102,3 @@ class Health:
     def try_now(self) -> None:
         """End the pause, because a caller asked."""
         self._retry_at = 0.0
-
-
-def summary(
-    where: str,
-    tier: str,
-    kinds: dict[str, dict[str, int]],
-    counted: float | None,
-    healths: Sequence[Health],
-) -> Record:
-    """What the statistics of every store begin with: its sums, and the first of its problems."""
-    worst = next((health for health in healths if health.state != OK), healths[0])
-    return {
-        "root": where,
-        "tier": tier,
-        "entries": sum(one["entries"] for one in kinds.values()),
-        "bytes": sum(one["bytes"] for one in kinds.values()),
-        "kinds": kinds,
-        "counted": counted,
-        "state": worst.state,
-        "since": worst.since,
-        "broken": worst.why or None,
-    }

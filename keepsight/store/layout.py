@@ -1,7 +1,8 @@
 """Names and file contents of entries, the same in a folder and in a bucket.
 
 So any tool that copies files can copy a store from one to the other. A name consists only of a
-known kind and a digest, so no input can point outside the store.
+known kind and a digest, so no input can point outside the store. An entry's file is the truth: it
+holds its key, its base, the images it depends on and its expiry.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterable
 
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
+from keepsight.formats import tensorfile
 from keepsight.kinds import Record
-from keepsight.store.contract import CLOCK_SLACK, About, EntryName, Name
+from keepsight.store.contract import CLOCK_SLACK, About, Content, Entry, EntryName, Found, Name
 from keepsight.system import digests
 from keepsight.system.accounts import account_of
 
+FORMAT = 1  # of entries
+STORE_FORMAT = 1  # of their places
+MARKER = "store.json"
 # File name extensions: notes are only JSON, the others are tensor files.
 KINDS = {
     "package": ".sight",
@@ -28,8 +34,8 @@ KINDS = {
     "kernels": ".json",
 }
 NOTES = tuple(kind for kind, suffix in KINDS.items() if suffix == ".json")
-MARKER = "store.json"
-STORE_FORMAT = 1
+UPON = "upon"  # at an address: empty objects, whose names say which snapshot depends on which
+_FIRST = "first"  # stands for the base of entries without one
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-f]{64})(\.[a-z]+)")
@@ -77,7 +83,7 @@ def tenant_prefix(tenant: str) -> str:
 
 
 def parse(name: str) -> EntryName | None:
-    """Parse the name of a file in a store; None for a name that no store writes."""
+    """The entry of a file's name; None for a name that no store writes."""
     found = _PLACE.fullmatch(name)
     if found is None:
         return None
@@ -87,14 +93,13 @@ def parse(name: str) -> EntryName | None:
     return EntryName(kind, key, tenant or "")
 
 
-# -- dependents, at an address -------------------------------------------------------------------
-
-UPON = "upon"  # a folder of empty objects, whose names say which snapshot depends on which
-_FIRST = "first"  # stands for the base of entries without one
+def pin_place(name: EntryName) -> str:
+    """The file that is an entry's pin."""
+    return f"{tenant_prefix(name.tenant)}pins/{name.kind}/{name.key}.json"
 
 
 def dependents_folder(kind: str, base: str | None, tenant: str = "") -> str:
-    """The folder with the names of all dependents of an entry, of its own kind."""
+    """At an address: the folder with the names of all dependents of an entry, of its own kind."""
     return f"{tenant_prefix(tenant)}{UPON}/{kind}/{base[:2] if base else _FIRST}"
 
 
@@ -112,7 +117,58 @@ def marked_dependent(name: str, base: str | None) -> str | None:
     return key if upon == (base or _FIRST) and _KEY.fullmatch(key) else None
 
 
-# -- the metadata of a file -----------------------------------------------------------------------
+# -- contents --------------------------------------------------------------------------------------
+
+
+def spelled(name: EntryName, content: Content, metadata: Record) -> Iterable[bytes | memoryview]:
+    """The parts of an entry's file."""
+    tensors, record = content
+    if tensors is None:
+        return [_note_bytes(name, record, metadata)]
+    record = dict(record, entry=name.key, kept=metadata)
+    return tensorfile.spelled(name.kind, FORMAT, tensors, record)
+
+
+def read_entry(data: bytes, name: EntryName, where: str) -> Found:
+    """Content and metadata, with every byte and the key checked."""
+    if name.kind in NOTES:
+        return _read_note(name, data, where)
+    return of_its_name(name, tensorfile.parse(data, where, name.kind, FORMAT), where)
+
+
+def of_its_name(name: EntryName, content: Content, where: str) -> Found:
+    """Content and metadata, if the record is that of the entry."""
+    record = content[1]
+    if record.get("entry") != name.key:
+        raise DamagedFile(f"{where}: this is the entry {record.get('entry')!r}")
+    metadata = record.get("kept")
+    return content, metadata if isinstance(metadata, dict) else {}
+
+
+def _note_bytes(name: EntryName, body: Record, metadata: Record) -> bytes:
+    wrapped = {"body": body, "kept": metadata, "digest": note_digest(name, body, metadata)}
+    return digests.canonical_json(wrapped).encode()
+
+
+def _read_note(name: EntryName, data: bytes, where: str) -> Found:
+    try:
+        wrapped = json.loads(data)
+        body, metadata = dict(wrapped["body"]), dict(wrapped.get("kept", {}))
+        if wrapped["digest"] != note_digest(name, body, metadata):
+            raise ValueError("the note does not match its digest")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile(f"{where}: {error}") from None
+    return (None, body), metadata
+
+
+def note_digest(name: EntryName, body: Record, metadata: Record) -> str:
+    """The digest covers the key, so no note can pass for another. Notes of the first format have no
+    metadata and keep their old digest."""
+    parts = map(digests.canonical_json, (body, metadata) if metadata else (body,))
+    return digests.digest("note", name.kind, name.key, *parts)
+
+
+# -- metadata --------------------------------------------------------------------------------------
 
 
 def metadata_of(about: About, account: str = "", tenant: str = "") -> Record:
@@ -146,75 +202,64 @@ def checked_about(about: About) -> None:
         raise InputError("media are named by their image keys, which are strings")
 
 
+def about_of(metadata: Record) -> About:
+    """The inverse of `metadata_of`; invalid values in a file count as absent."""
+    base, media = metadata.get("stands_on"), metadata.get("media")
+    if not (isinstance(base, list) and len(base) == 2 and is_name(*base)):
+        base = None
+    if not (isinstance(media, list) and all(isinstance(key, str) for key in media)):
+        media = []
+    times = lifetime(metadata)
+    on = None if base is None else (base[0], base[1])
+    return About(0.0, on, tuple(media), None if times is None else times[1])
+
+
 def account_in(metadata: Record, tenant: str) -> str:
     """The account in an entry's file; the tenant itself if none is there."""
     account = metadata.get("account")
     return str(account) if is_tenant(account) else tenant
 
 
-def about_of(metadata: Record) -> About:
-    """The inverse of `metadata_of`; invalid values in a file count as absent."""
-    base, media, end = metadata.get("stands_on"), metadata.get("media"), expiry(metadata)
-    if not (isinstance(base, list) and len(base) == 2 and is_name(*base)):
-        base = None
-    if not (isinstance(media, list) and all(isinstance(key, str) for key in media)):
-        media = []
-    depends_on = None if base is None else (base[0], base[1])
-    return About(0.0, depends_on, tuple(media), None if end is None else float(metadata["ttl"]))
+def entry_of(
+    name: EntryName, metadata: Record, nbytes: int, created: float, used: float = 0.0
+) -> Entry:
+    """An entry as its file has it; `created` counts unless the file says more."""
+    about, times = about_of(metadata), lifetime(metadata)
+    if times is not None:
+        created = times[0]
+    return Entry(
+        name.kind,
+        name.key,
+        nbytes=nbytes,
+        used=max(used, created),
+        created=created,
+        uses=1,
+        depends_on=about.depends_on,
+        media=about.media,
+        expires=None if times is None else sum(times),
+        tenant=name.tenant,
+        account=account_in(metadata, name.tenant),
+    )
 
 
-def expiry(metadata: object) -> float | None:
-    """When an entry expires, according to its file; None for never."""
-    if not isinstance(metadata, dict):
-        return None
+def lifetime(metadata: Record) -> tuple[float, float] | None:
+    """From when and for how many seconds an entry may be used, according to its file; None for
+    ever. Impossible numbers are over."""
     try:
-        end = float(metadata["created"]) / 1000 + float(metadata["ttl"])
+        created, ttl = float(metadata["created"]) / 1000, float(metadata["ttl"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return end
+    return (created, ttl) if math.isfinite(created + ttl) else (0.0, 0.0)
 
 
-def expired(metadata: object, now: float | None = None) -> bool:
+def expired(metadata: Record) -> bool:
     """Whether it is expired. An entry dated in the future comes from a wrong clock and would live
     too long, so it counts as expired."""
-    end = expiry(metadata)
-    if end is None or not isinstance(metadata, dict):
-        return False
-    now = time.time() if now is None else now
-    return not now < end or end > now + float(metadata["ttl"]) + CLOCK_SLACK
+    created, ttl = lifetime(metadata) or (0.0, math.inf)
+    return not created - CLOCK_SLACK <= time.time() < created + ttl
 
 
-# -- notes ---------------------------------------------------------------------------------------
-
-
-def note_bytes(kind: str, key: str, body: Record, metadata: Record) -> bytes:
-    """The bytes of a note's file."""
-    wrapped = {"body": body, "kept": metadata, "digest": _note_digest(kind, key, body, metadata)}
-    return digests.canonical_json(wrapped).encode()
-
-
-def read_note(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Record]:
-    """Body and metadata of a note; the digest is checked, and covers the key."""
-    try:
-        wrapped = json.loads(data)
-        body, metadata = dict(wrapped["body"]), dict(wrapped.get("kept", {}))
-        if wrapped["digest"] != _note_digest(kind, key, body, metadata):
-            raise ValueError("the note does not match its digest")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFile(f"{where}: {error}") from None
-    return body, metadata
-
-
-def _note_digest(kind: str, key: str, body: Record, metadata: Record) -> str:
-    """The digest covers the key, so no note can pass for another. Notes of the first format have no
-    metadata and keep their old digest."""
-    parts = [digests.canonical_json(body)] + (
-        [digests.canonical_json(metadata)] if metadata else []
-    )
-    return digests.digest("note", kind, key, *parts)
-
-
-# -- the marker ----------------------------------------------------------------------------------
+# -- the marker ------------------------------------------------------------------------------------
 
 
 def marker_bytes() -> bytes:

@@ -42,6 +42,7 @@ class MemoryCache(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budget, self.quota, self.ttl = budget, quota, ttl
+        self._room = budget if quota is None else min(budget, quota)  # of one value
         self._size, self._clock, self._lock = size, clock, Mutex()
         self._held: OrderedDict[Place, _CacheEntry[T]] = OrderedDict()  # in order of last use
         self._swept = clock()
@@ -84,11 +85,6 @@ class MemoryCache(Generic[T]):
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def room(self) -> int:
-        """The most bytes that one value may take."""
-        return self.budget if self.quota is None else min(self.budget, self.quota)
-
     # -- writing ---------------------------------------------------------------------------------
 
     def put(self, tenant: str, key: str, item: T) -> None:
@@ -100,7 +96,7 @@ class MemoryCache(Generic[T]):
         self._sweep()
         self._drop((tenant, key))
         size, account = self._size(item), account_of(tenant)
-        if size > self.room:
+        if size > self._room:
             return
         if pinned and self._too_many_pins(account, size):  # it has grown
             pinned = False
@@ -129,8 +125,8 @@ class MemoryCache(Generic[T]):
     def put_pinned(self, tenant: str, key: str, item: T) -> None:
         """Store a value pinned and evict unpinned ones; refused by name if that is not enough."""
         size = self._size(item)
-        if size > self.room:
-            raise PinsFull.over("features", size, self.room, "the room for one picture")
+        if size > self._room:
+            raise PinsFull.over("features", size, self._room, "the room for one picture")
         with self._lock:
             if error := self._too_many_pins(account_of(tenant), size):
                 raise error
@@ -215,26 +211,6 @@ class MemoryCache(Generic[T]):
             self._swept = self._clock()
             for place in [place for place, held in self._held.items() if self._expired(held)]:
                 self._drop(place)
-
-    def check(self) -> None:
-        """Raise AssertionError if a count is wrong, or a budget or quota is exceeded."""
-        with self._lock:
-            of, owned, pinned = Counter[str](), Counter[str](), Counter[str]()
-            for place, held in self._held.items():
-                if held.nbytes != self._size(held.item):
-                    raise AssertionError("a thing changed its size in memory")
-                account = account_of(place[0])
-                _add(of, place[0], held.nbytes)
-                _add(owned, account, held.nbytes)
-                _add(pinned, account, held.nbytes * held.pinned)
-            counts = (self._of, self._owned, self._pinned)
-            if counts != (of, owned, pinned) or self.nbytes != of.total():
-                raise AssertionError(f"counted {self.nbytes} {counts}, not {of}, {owned}, {pinned}")
-            over = [name for name in owned if self.quota is not None and owned[name] > self.quota]
-            if over or self.nbytes > self.budget:
-                raise AssertionError(
-                    f"{self.nbytes} bytes over {self.budget}, or {over} over quota"
-                )
 
 
 def _add(counts: Counter[str], name: str, more: int) -> None:

@@ -19,7 +19,7 @@ from keepsight.kinds import Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found, Keeper, Name
 from keepsight.store.health import OK
-from keepsight.store.tenants import Store
+from keepsight.store.view import Store
 from keepsight.store.writer import Counts
 from keepsight.system.lock import Mutex
 
@@ -35,13 +35,13 @@ class TieredStore(Store):
         if not stores:
             raise InputError("a tiered store needs stores, the nearest first; none was given")
         self._stores = stores  # who drops a store ends its threads
-        super().__init__(Tiers(tuple(store.keeper for store in stores)))
+        super().__init__(Tiers([store.keeper for store in stores]))
 
 
 class Tiers:
     """The entries of all tenants in several stores. `Keeper` says what its methods promise."""
 
-    def __init__(self, tiers: tuple[Keeper, ...]) -> None:
+    def __init__(self, tiers: list[Keeper]) -> None:
         self.tiers, self.label = tiers, " + ".join(tier.label for tier in tiers)
         self.root, self.budget, self.quota = tiers[0].root, tiers[0].budget, tiers[0].quota
         self._counts, self._lock = Counts(), Mutex()
@@ -51,45 +51,45 @@ class Tiers:
     def retire(self) -> None:
         """Each store ends its own threads."""
 
-    # -- reading ---------------------------------------------------------------------------------
-
-    def has(self, name: EntryName) -> bool:
-        return any(tier.has(name) for tier in self.tiers)
+    # -- one entry -------------------------------------------------------------------------------
 
     def tier(self, name: EntryName) -> str | None:
         return next((found for tier in self.tiers if (found := tier.tier(name))), None)
 
+    def entry(self, name: EntryName) -> Entry | None:
+        return next((found for tier in self.tiers if (found := tier.entry(name))), None)
+
+    def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
+        """The dependents of an entry in the nearest store with any."""
+        found = (tier.below(tenant, kind, base, count) for tier in self.tiers)
+        return next((below for below in found if any(below.values())), {})
+
     def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
         """Those entries that any store has; what is only far is copied to nearer ones."""
-        left = list(names)
+        wanted = left = list(names)
         found: dict[EntryName, Found] = {}
         for place, tier in enumerate(self.tiers):
-            deletions = self._deletions
-            here = tier.read(left) if left else {}
+            deletions, here = self._deletions, tier.read(left) if left else {}
             left = [name for name in left if name not in here]
             found |= here
-            for name, read in here.items():
-                self._counts.count(name.tenant, "hits")
-                if place:
-                    self._copy(name, read, self.tiers[:place], deletions)
-        for name in left:
-            self._counts.count(name.tenant, "misses")
+            for name, read in here.items() if place else ():
+                self._copy(name, read, place, deletions)
+        for name in wanted:
+            self._counts.count(name.tenant, "hits" if name in found else "misses")
         return found
 
-    def _copy(
-        self, name: EntryName, read: Found, nearer: tuple[Keeper, ...], deletions: int
-    ) -> None:
+    def _copy(self, name: EntryName, read: Found, place: int, deletions: int) -> None:
         """Hand over to nearer stores what a far one has, unless it may have been deleted since it
         was read; the next read finds what still exists."""
         content, metadata = read
-        about, end = layout.about_of(metadata), layout.expiry(metadata)
-        if end is not None:
-            about = replace(about, ttl=max(0.0, end - time.time()))
+        about, times = layout.about_of(metadata), layout.lifetime(metadata)
+        if times is not None:
+            about = replace(about, ttl=max(0.0, sum(times) - time.time()))
         with self._lock:
             if not self._deleting and deletions == self._deletions:
                 self._copied.add(name)
-                for keeper in nearer:
-                    keeper.put(name, content, about, layout.account_in(metadata, name.tenant))
+                for tier in self.tiers[:place]:
+                    tier.put(name, content, about, layout.account_in(metadata, name.tenant))
 
     @contextlib.contextmanager
     def _deletion(self) -> Iterator[None]:
@@ -103,31 +103,22 @@ class Tiers:
                 self._deleting -= 1
                 self._deletions += 1
 
-    def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
-        """The dependents of an entry in the nearest store with any."""
-        found = (tier.below(tenant, kind, base, count) for tier in self.tiers)
-        return next((below for below in found if any(below.values())), {})
-
-    def entry(self, name: EntryName) -> Entry | None:
-        """One entry from the nearest store that has it."""
-        return next((found for tier in self.tiers if (found := tier.entry(name))), None)
-
-    def reject(self, name: EntryName, why: str) -> None:
-        with self._deletion():
-            for tier in self.tiers:
-                if tier.has(name):
-                    tier.reject(name, why)
-
-    # -- writing ---------------------------------------------------------------------------------
-
     def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
         """Hand over an entry to every store; each writes in its own background."""
         for tier in self.tiers:
             tier.put(name, content, about, account)
 
-    def drain(self) -> None:
-        for tier in self.tiers:
-            tier.drain()
+    def reject(self, name: EntryName, why: str) -> None:
+        with self._deletion():
+            for tier in self.tiers:
+                if tier.tier(name):
+                    tier.reject(name, why)
+
+    def pin(self, name: EntryName, pinned: bool) -> bool:
+        """Pin an entry and what it depends on, wherever it is; False if absent everywhere."""
+        return any(self._every("pinned in", lambda tier: tier.pin(name, pinned)))
+
+    # -- all of them -----------------------------------------------------------------------------
 
     def flush(self, tenant: str | None) -> None:
         """Return when every store has everything handed over; raise with what is missing."""
@@ -145,7 +136,7 @@ class Tiers:
         # A small folder before a bucket keeps what fits. An entry in the other store is no loss;
         # nor is one that was copied and then deleted.
         copied, self._copied = self._copied, set()
-        gone = {name: why for name, why in refused.items() if not self.has(name)}
+        gone = {name: why for name, why in refused.items() if not self.tier(name)}
         lost: dict[Name, str] = {n[:2]: why for n, why in gone.items() if n not in copied}
         if lost:
             raise NotStored.of(self.label, lost, len(lost))
@@ -154,49 +145,37 @@ class Tiers:
         for tier in self.tiers:
             tier.close()
 
-    # -- many entries ----------------------------------------------------------------------------
-
     def entries(self, tenant: str | None) -> Iterator[Entry]:
-        """All entries, once each, with their uses in all stores combined."""
+        """All entries, once each, as the nearest store has them."""
         table: dict[EntryName, Entry] = {}
         for tier in self.tiers:
             try:
-                for far in tier.entries(tenant):
-                    near = table.get(far.name)
-                    table[far.name] = far if near is None else _merged(near, far)
+                for entry in tier.entries(tenant):
+                    table.setdefault(entry.name, entry)
             except (StoreError, OSError) as error:
                 logger.warning("%s is left out: %s", tier.label, error)
         yield from table.values()
 
-    def tenants(self) -> list[str]:
-        return sorted({digest for tier in self.tiers for digest in tier.tenants()})
-
-    def stats(self, tenant: str, whose: str | None, wait: float) -> Record:
+    def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record:
         """The statistics of each store, nearest first, under "tiers"; above them each entry counts
         once, assuming that nearer stores hold part of the farthest that was counted."""
-        tiers = [{"name": t.label, **t.stats(tenant, whose, wait)} for t in self.tiers]
+        tiers = [tier.stats(tenant, whose, wait) for tier in self.tiers]
         most = max(tiers, key=lambda stats: (stats["entries"], stats["bytes"]))
         worst = next((stats for stats in tiers if stats["state"] != OK), tiers[0])
-        broken = [f"{stats['name']}: {stats['broken']}" for stats in tiers if stats["broken"]]
-        same = ("written", "refused", "waiting", "waiting_budget")  # tiers wait for the same bytes
+        broken = [f"{stats['root']}: {stats['broken']}" for stats in tiers if stats["broken"]]
+        same = ("written", "refused", "waiting")  # tiers wait for the same bytes
         return {
-            "root": self.label,
-            **{what: most[what] for what in ("entries", "bytes", "kinds", "counted")},
-            **self._counts.of(whose),
+            **tiers[0],
+            **{what: most[what] for what in ("entries", "bytes", "kinds", "tenants", "counted")},
             **{what: max(stats[what] for stats in tiers) for what in same},
+            **self._counts.of(whose, ("hits", "misses")),
             "evictions": sum(stats["evictions"] for stats in tiers),
-            "ever": tiers[0]["ever"],
-            "budget": self.budget,
-            "quota": self.quota,
+            "root": self.label,
             "state": worst["state"],
             "since": worst["since"],
             "broken": "; ".join(broken) or None,
             "tiers": tiers,
         }
-
-    def pin(self, name: EntryName, pinned: bool) -> bool:
-        """Pin an entry and what it depends on, wherever it is; False if absent everywhere."""
-        return any(self._every("pinned in", lambda tier: tier.pin(name, pinned)))
 
     def remove(
         self, tenant: str | None, names: Iterable[EntryName] | None = None, image: str | None = None
@@ -226,15 +205,3 @@ class Tiers:
         if failed:
             raise StoreError(f"not {done} every tier: {'; '.join(failed)}")
         return results
-
-
-def _merged(near: Entry, far: Entry) -> Entry:
-    """The combined entry, for one in two stores."""
-    return replace(
-        near,
-        used=max(near.used, far.used),
-        uses=near.uses + far.uses,
-        cost=near.cost or far.cost,
-        created=min(near.created, far.created),
-        pinned=near.pinned or far.pinned,
-    )

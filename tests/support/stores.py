@@ -223,7 +223,7 @@ class StoreTests:
         expect(two.clear() > 0 and self.names(one) == {("package", 1)}, "clearing is too")
         self.expect_entry(one, 1)
         expect(store.check() == [] and one.check() == [], "all are whole")
-        expect(store.clear(everybody=True) > 0 and not self.names(one), "all can go at once")
+        expect(store.of(None).clear() > 0 and not self.names(one), "all can go at once")
 
     def test_nothing_is_put_on_what_is_absent(self, tmp_path: Path) -> None:
         """It is refused, which is no loss."""
