@@ -26,27 +26,24 @@ def deviation(vlm: VLM, folder: Path, manifest: Manifest) -> Record:
     """The deviation of features and logits, relative to their scale, and how many tokens agree."""
     processor = load_processor(str(folder), None)
     exported = wrap(load_model(folder, manifest), processor, store="", remote="")
-    features, logits, same, count = 0.0, 0.0, 0, 0
+    features: list[float] = []
+    logits: list[float] = []
+    same: list[bool] = []
     with exported:
         for images in _pictures():
-            for image in images:
-                features = _worse(features, _features(exported, image), _features(vlm, image))
-            for a, b in zip(*(_logits(each, images) for each in (exported, vlm)), strict=True):
-                logits = _worse(logits, a, b)
-                equal = bool(a.argmax() == b.argmax())
-                same, count = same + equal, count + 1
-                if not equal:
+            features += [_off(_features(exported, one), _features(vlm, one)) for one in images]
+            for a, b in zip(_logits(exported, images), _logits(vlm, images), strict=True):
+                logits.append(_off(a, b))
+                same.append(bool(a.argmax() == b.argmax()))
+                if not same[-1]:
                     break  # from here on the answers differ
-    return {"features": features, "logits": logits, "same_tokens": same, "tokens": count}
+    # NaN is larger than all.
+    worst = {"features": float(np.max(features)), "logits": float(np.max(logits))}
+    return {**worst, "same_tokens": sum(same), "tokens": len(same)}
 
 
-def _relative_deviation(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
-
-
-def _worse(so_far: float, found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The larger; NaN counts as larger than all, which `max` would ignore."""
-    return float(np.maximum(so_far, _relative_deviation(found, wanted)))
 
 
 def _features(vlm: VLM, image: Image.Image) -> torch.Tensor:
