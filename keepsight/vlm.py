@@ -63,7 +63,7 @@ from keepsight.questions.decide import Config, Decider, Decisions
 from keepsight.questions.many import in_order, pairs_of
 from keepsight.questions.score import Scores, in_lists, score
 from keepsight.report import Piece, Reply, Report
-from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
+from keepsight.runtimes.load import is_export, load_exported
 from keepsight.session import Session
 from keepsight.session.prepared import Prefix
 from keepsight.stock.generate import Generated, generate
@@ -91,7 +91,9 @@ def load(
     path = loading.model_path(os.fspath(name))
     how = (dtype, device_map, vision, revision)
     if mlx:
-        model, files = load_in_mlx(path, *how)
+        from keepsight.runtimes.mlx import load_mlx  # requires an optional library
+
+        model, files = load_mlx(path, *how)
     elif is_export(path):
         model, files = load_exported(path, *how, options.get("store"))
     else:

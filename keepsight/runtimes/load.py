@@ -41,7 +41,7 @@ from keepsight.runtimes.modules import (
 from keepsight.runtimes.onnx import OnnxSession
 from keepsight.runtimes.openvino import OpenVinoSession
 
-__all__ = ["is_export", "load_exported", "load_in_mlx", "other_versions", "read"]
+__all__ = ["is_export", "load_exported", "other_versions", "read"]
 
 
 def refuse_options(dtype: Dtype, device_map: DeviceMap, vision: bool) -> None:
@@ -81,15 +81,6 @@ def load_exported(
             raise
         versions = ", ".join(f"{n} {was} (here {now})" for n, (was, now) in others.items())
         raise ModelError(f"{error}; it was made with {versions}") from error
-
-
-def load_in_mlx(
-    path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
-) -> tuple[PreTrainedModel, str | None]:
-    """A checkpoint's model in MLX; and the name of its files."""
-    from keepsight.runtimes.mlx import load_mlx  # requires an optional library
-
-    return load_mlx(path, dtype, device_map, vision, revision)
 
 
 def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:
