@@ -103,7 +103,7 @@ class Stock:
         images = [Image.open(path).convert("RGB") for path in picture_paths(messages)]
         inputs = self._processor(text=[text], images=images or None, return_tensors="pt")
         inputs = inputs.to(self._model.device)
-        stages, streamer = {"processor": now() - start}, _FirstToken()
+        streamer = _FirstToken()
         output = self._model.generate(
             **inputs,
             **decoding(count),
@@ -113,7 +113,7 @@ class Stock:
         )
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         first = streamer.times[1] - start
-        return Answer(first, now() - start, tokens, stages, logits=list(output.logits))
+        return Answer(first, now() - start, tokens, logits=list(output.logits))
 
 
 def picture_paths(messages: list[Message]) -> list[str]:
