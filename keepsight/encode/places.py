@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from keepsight.encode.items import Item
 from keepsight.errors import (
@@ -137,26 +137,26 @@ class Place:
     def settle(self, look: Look, beside: Sequence[Look] = ()) -> Encoded:
         """In its turn: run the tower and hand over the package. Those `beside` it come next, and
         may share its pass."""
-        result, looked = look.result, look.looked
-        with self._runtime.lock:
-            if result is not None:
-                if looked is not None and looked.aliases:
-                    self._vision.namer.learn(looked)
-                return self._count(result)
-            try:
-                self._runtime.require_open()
-                self._refresh()  # weights may change at any time; it is noticed here
-                if looked is None:
-                    raise InputError(f"{look.item.name} was not looked at")
-                medium = self._vision.admit_looked(looked)
-                result = self.find(look.item, medium)  # an equal one may be encoded meanwhile
-                if result is None:
-                    waiting = [other.looked for other in beside if other.looked is not None]
-                    expected = self._vision.expect(waiting)
-                    result = self.make(look.item, looked.source, medium, expected)
-                return self._count(result)
-            except InputError as error:
-                return Encoded(look.item.name, "broken", error=str(error))
+        if look.result is not None:
+            if look.looked is not None and look.looked.aliases:
+                with self._runtime.lock:
+                    self._vision.namer.learn(look.looked)
+            return self._count(look.result)
+        try:
+            with self._runtime.lock:
+                return self._count(self._encode(look.item, cast(Inspected, look.looked), beside))
+        except InputError as error:
+            return Encoded(look.item.name, "broken", error=str(error))
+
+    def _encode(self, item: Item, looked: Inspected, beside: Sequence[Look]) -> Encoded:
+        self._runtime.require_open()
+        self._refresh()  # weights may change at any time; it is noticed here
+        medium = self._vision.admit_looked(looked)
+        known = self.find(item, medium)  # an equal image may have been encoded meanwhile
+        if known is not None:
+            return known
+        waiting = [look.looked for look in beside if look.looked is not None]
+        return self.make(item, looked.source, medium, self._vision.expect(waiting))
 
     def _count(self, result: Encoded) -> Encoded:
         made = result.feature_id
