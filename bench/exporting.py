@@ -22,11 +22,9 @@ import torch
 
 import keepsight
 from bench.frame import Child, Record, Told, bench, model_of, sides
-from keepsight.bench.contestants import decoding
-from keepsight.bench.frame import interleaved, middle, now, ratio, say
+from keepsight.bench.contestants import Keepsight
+from keepsight.bench.frame import interleaved, middle, ratio, say
 from keepsight.bench.workloads import Pictures, assistant, user, words
-from keepsight.kinds import Message
-from keepsight.report import Piece
 from keepsight.vlm import VLM
 
 FIRST = "pytorch float32"
@@ -98,34 +96,24 @@ def _round(vlm: VLM, picture: str, count: int, number: int) -> Record:
     """A new picture looked at, asked about, and asked about once more."""
     vlm.clear()
     messages = [user(words(number, 22), picture)]
-    cold, pieces = _asked(vlm, messages, count)
-    report, usage = pieces[-1].report, pieces[-1].usage
-    if report is None or usage is None:
-        raise RuntimeError("an answer came without its report")
-    times = report.milliseconds
-    messages += [assistant("".join(p.text for p in pieces)), user(words(50 + number, 16))]
-    warm, _ = _asked(vlm, messages, 2)
+    cold = Keepsight(vlm).answer(messages, count)
+    messages += [assistant(cold.text), user(words(50 + number, 16))]
+    warm = Keepsight(vlm).answer(messages, 2)
     patches = int(np.prod(vlm.render(messages).grids[0]["image_grid_thw"]))
-    tokens = [piece.token for piece in pieces if piece.token is not None]
     # `getrusage` counts the memory of the parent, too.
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     return {
-        "tower_patches_per_second": 1e3 * patches / times["encode"],
-        "prefill_tokens_per_second": 1e3 * usage.prompt_tokens / (times["prefill"] or 1),
-        "decode_tokens_per_second": 1e3 * (len(tokens) - 1) / times["decode"],
-        "first_token_cold_ms": cold,
-        "first_token_warm_ms": warm,
+        "tower_patches_per_second": 1e3 * patches / cold.stages["encode"],
+        "prefill_tokens_per_second": 1e3
+        * cold.counted.prompt_tokens
+        / (cold.stages["prefill"] or 1),
+        "decode_tokens_per_second": 1e3 * (count - 1) / cold.stages["decode"],
+        "first_token_cold_ms": cold.first,
+        "first_token_warm_ms": warm.first,
         "memory_mib": peak / 1024,
-        "answer": tokens,
+        "answer": cold.tokens,
     }
-
-
-def _asked(vlm: VLM, messages: list[Message], count: int) -> tuple[float, list[Piece]]:
-    """Milliseconds to the first token, and all pieces."""
-    start, pieces = now(), vlm.stream(messages, **decoding(count))
-    first = next(pieces)
-    return now() - start, [first, *pieces]
 
 
 def sums(way: str, rounds: list[Record]) -> Record:

@@ -97,7 +97,7 @@ def upload(size: int, number: int) -> bytes:
 
 def words(count: int, seed: int) -> str:
     names = ["red", "blue", "green", "circle", "square", "large", "small", "left", "picture"]
-    return json.dumps(" ".join(random.Random(seed).choices(names, k=count)))
+    return json.dumps(" ".join(random.Random(seed).choices(names, k=count))[:400_000])
 
 
 def parts(count: int, text: str) -> str:
@@ -122,7 +122,7 @@ KINDS: dict[str, Callable[[int], Request]] = {
     "two million parts": same(lambda: chat(parts(2_000_000, ""))),
     "20,000 parts": same(lambda: chat(parts(20_000, "a"))),
     "wrong parts": same(lambda: chat("[" + ", ".join(['{"type": 1}'] * 3_000_000) + "]")),
-    "20,000 messages": same(lambda: chat('"x"' + '}, {"role": "user", "content": "x"' * 20_000)),
+    "20,000 messages": same(lambda: chat('"x"' + '}, {"role": "user", "content": "x"' * 19_999)),
     "60 MB of numbers": same(lambda: unknown("[" + "1," * (30 * MIB) + "1]")),
     "60 MB of spaces": same(lambda: unknown(" " * (60 * MIB) + "1")),
     "60 MB of small texts": same(lambda: unknown("[" + '"",' * (20 * MIB) + '""]')),

@@ -18,10 +18,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from bench.frame import Child, Record, Told, bench, model_of, sides
-from keepsight.bench.contestants import decoding
+from keepsight.bench.contestants import Keepsight
 from keepsight.bench.frame import interleaved, middle, now, ratio, say
 from keepsight.bench.hardware import PLACES, forget_files, history, read_files
 from keepsight.bench.workloads import Pictures, user, words
@@ -101,22 +100,17 @@ def child(
                 vlm.chat(told[:end], max_new_tokens=1)
             vlm.flush()
             return {"stored": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())}
-        start = now()
-        pieces = vlm.stream([*told, user(words(90 + question, 22))], **decoding(4))
-        first = next(pieces)
-        first_ms = now() - start
-        rest = list(pieces)
-        report: Any = rest[-1].report
-        read = (0.0, 0)
+        answer = Keepsight(vlm).answer([*told, user(words(90 + question, 22))], 4)
+        usage, read = answer.counted, (0.0, 0)
         if way != NOTHING:
-            read = read_files(vlm, folder, report.cached_tokens, way == "disk")
+            read = read_files(vlm, folder, usage.cached_tokens, way == "disk")
     return {
-        "tokens": [piece.token for piece in (first, *rest) if piece.token is not None],
-        "prompt_tokens": report.prompt_tokens,
-        "cached_tokens": report.cached_tokens,
+        "tokens": answer.tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
         "start": spent,
-        "turn": {name: report.milliseconds.get(name, 0.0) for name in TURN},
-        "first_token_ms": first_ms,
+        "turn": {name: answer.stages.get(name, 0.0) for name in TURN},
+        "first_token_ms": answer.first,
         "bare_read_ms": read[0],
         "megabytes": read[1] / 1e6,
         "question": question,

@@ -13,45 +13,47 @@ from typing import Any
 
 import pytest
 import torch
-from encode_parts import statuses, towers
+from encode_parts import png, statuses, towers
 from PIL import Image
 
 import keepsight as ks
-from keepsight.demo.scene import COLORS, Scene
 from keepsight.encode import encode
 from keepsight.errors import StoreError
-
-NAMES = list(COLORS)
 
 
 @pytest.fixture
 def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as wrapped:
+    with ks.wrap(*demo_parts["demo"]) as wrapped:
         yield wrapped
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Three pictures, two of them in a folder of their own."""
+    """Three pictures, two of them in folders of their own."""
     folder = tmp_path / "photos"
     (folder / "trip" / "day").mkdir(parents=True)
     for number, place in enumerate((folder, folder / "trip", folder / "trip" / "day")):
-        scene = Scene.of(color=NAMES[number], seed=number, size=(96, 96))
-        scene.draw().save(place / f"p{number}.png")
+        (place / f"p{number}.png").write_bytes(png(number, (96, 96)))
     return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
 # -- encoding ----------------------------------------------------------------------------------
 
 
-def test_each_different_image_is_encoded_once(vlm: Any, photos: Path, tmp_path: Path) -> None:
+def test_each_different_image_is_encoded_once(vlm: Any, photos: Path, out: Path) -> None:
     shutil.copy(photos / "p0.png", photos / "z-copy.png")  # the same bytes
     Image.open(photos / "p0.png").save(photos / "z-same.bmp")  # the same pixels
-    (photos / "broken.png").write_bytes(b"not an image")
-    results = list(encode([photos], vlm, files=tmp_path / "out"))
+    damaged = {"a.png": b"not an image", "b.png": b"", "c.gif": b"GIF89a", "d.mp4": b"....ftyp"}
+    for name, content in damaged.items():
+        (photos / name).write_bytes(content)
+    results = list(encode([photos], vlm, files=out))
     assert statuses(results) == {
-        "broken.png": "broken",
+        **dict.fromkeys(damaged, "broken"),
         "p0.png": "encoded",
         "p1.png": "encoded",
         "p2.png": "encoded",
@@ -61,14 +63,15 @@ def test_each_different_image_is_encoded_once(vlm: Any, photos: Path, tmp_path: 
     assert towers(vlm)[0] == 3
     by_name = {Path(result.image).name: result for result in results}
     assert by_name["z-same.bmp"].package == by_name["p0.png"].package
-    assert "not an image" in by_name["broken.png"].error and by_name["broken.png"].package is None
-    files = sorted((tmp_path / "out").iterdir())
+    assert "not an image" in by_name["a.png"].error and by_name["a.png"].package is None
+    assert "video" in by_name["d.mp4"].error
+    files = sorted(out.iterdir())
     assert len(files) == 3 and all(file.suffix == ".sight" for file in files)
     assert sum(result.nbytes for result in results) == sum(file.stat().st_size for file in files)
 
 
-def test_a_written_package_is_what_encode_gives(vlm: Any, photos: Path, tmp_path: Path) -> None:
-    (result,) = encode([photos / "p0.png"], vlm, files=tmp_path)
+def test_a_written_package_is_what_encode_gives(vlm: Any, photos: Path, out: Path) -> None:
+    (result,) = encode([photos / "p0.png"], vlm, files=out)
     assert result.package.name.startswith("p0-")
     written = ks.Package.load(result.package)
     vlm.clear()
@@ -82,49 +85,26 @@ def test_a_written_package_is_what_encode_gives(vlm: Any, photos: Path, tmp_path
     assert reply.text == vlm.ask(photos / "p0.png", "Describe the picture.").text
 
 
-def test_same_stem_and_other_content_are_two_files(vlm: Any, photos: Path, tmp_path: Path) -> None:
+def test_any_name_gives_a_file_of_its_own(vlm: Any, photos: Path, out: Path) -> None:
     (photos / "trip" / "p1.png").rename(photos / "trip" / "p0.png")
-    results = list(encode([photos], vlm, files=tmp_path / "out"))
+    (photos / "trip" / "day" / "p2.png").rename(photos / f"{'ü' * 120}.png")
+    results = list(encode([photos], vlm, files=out))
     assert len({result.package for result in results}) == 3
+    assert all(result.package.exists() for result in results)
 
 
-def test_a_long_name_still_gives_a_file(vlm: Any, photos: Path, tmp_path: Path) -> None:
-    long = photos / f"{'ü' * 120}.png"
-    (photos / "p0.png").rename(long)
-    (result,) = encode([long], vlm, files=tmp_path / "out")
-    assert result.status == "encoded" and result.package.exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", b"GIF89a"])
-def test_damaged_images_are_results_and_the_rest_goes_on(
-    vlm: Any, photos: Path, tmp_path: Path, content: bytes
-) -> None:
-    (photos / "a.png").write_bytes(content)
-    results = list(encode([photos], vlm, files=tmp_path / "out"))
-    assert statuses(results)["a.png"] == "broken"
-    assert [result.status for result in results].count("encoded") == 3
-
-
-def test_a_video_is_broken_with_its_reason(vlm: Any, photos: Path, tmp_path: Path) -> None:
-    film = photos / "film.mp4"
-    film.write_bytes(b"....ftyp")
-    (result,) = encode([film], vlm, files=tmp_path / "out")
-    assert result.status == "broken" and "video" in result.error
-
-
-def test_a_folder_that_cannot_be_written_is_named(vlm: Any, photos: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
+def test_a_folder_that_cannot_be_written_is_named(vlm: Any, photos: Path, out: Path) -> None:
+    out.write_text("in the way")
     with pytest.raises(StoreError, match="cannot be made"):
-        list(encode([photos], vlm, files=tmp_path / "file"))
+        list(encode([photos], vlm, files=out))
 
 
 # -- resuming ----------------------------------------------------------------------------------
 
 
 def test_a_second_run_computes_nothing(
-    vlm: Any, photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
+    vlm: Any, photos: Path, out: Path, demo_parts: dict[str, Any]
 ) -> None:
-    out = tmp_path / "out"
     list(encode([photos / "p0.png"], vlm, files=out))
     again = ks.wrap(*demo_parts["demo"])
     results = list(encode([photos], again, files=out))
@@ -133,10 +113,7 @@ def test_a_second_run_computes_nothing(
     assert all(result.nbytes == 0 for result in results if result.status == "kept")
 
 
-def test_names_do_not_matter(
-    vlm: Any, photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
-) -> None:
-    out = tmp_path / "out"
+def test_names_do_not_matter(vlm: Any, photos: Path, out: Path, demo_parts: dict[str, Any]) -> None:
     (first, second, _) = encode([photos], vlm, files=out)
     key = ks.Package.load(second.package).key
     first.package.rename(out / "renamed.sight")
@@ -148,73 +125,48 @@ def test_names_do_not_matter(
     assert ks.Package.load(results[1].package).key == key != ks.Package.load(second.package).key
 
 
-def test_other_content_under_the_same_name_is_encoded(
-    vlm: Any, photos: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
+def test_other_content_under_the_same_name_is_encoded(vlm: Any, photos: Path, out: Path) -> None:
     (before, *_) = encode([photos], vlm, files=out)
-    image = Image.open(photos / "p0.png")
-    image.putpixel((3, 3), (1, 2, 3))
-    image.save(photos / "p0.png")
+    (photos / "p0.png").write_bytes(png(7, (96, 96)))
     results = list(encode([photos], vlm, files=out))
     assert statuses(results)["p0.png"] == "encoded"
     assert results[0].package != before.package and before.package.exists()
 
 
 @pytest.mark.parametrize("spot", [-1, 40, 2000])
-def test_a_damaged_package_is_made_again(vlm: Any, photos: Path, tmp_path: Path, spot: int) -> None:
-    out = tmp_path / "out"
-    (result, *_) = encode([photos], vlm, files=out)
+def test_what_is_damaged_is_made_again_and_what_is_foreign_left_alone(
+    vlm: Any, photos: Path, out: Path, spot: int
+) -> None:
+    (result, other, _) = encode([photos], vlm, files=out)
     sound = result.package.read_bytes()
     damaged = bytearray(sound)
     damaged[spot] ^= 1
     result.package.write_bytes(damaged)
-    assert statuses(encode([photos], vlm, files=out))["p0.png"] == "encoded"
-    assert result.package.read_bytes() == sound
-
-
-def test_half_files_and_foreign_files_are_left_alone(
-    vlm: Any, photos: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    (result, *_) = encode([photos], vlm, files=out)
-    result.package.rename(out / ".part-x.sight")
+    other.package.rename(out / ".part-x.sight")  # as a killed process leaves it
     (out / "foreign.sight").write_bytes(b"something else")
-    assert statuses(encode([photos], vlm, files=out))["p0.png"] == "encoded"
+    said = statuses(encode([photos], vlm, files=out))
+    assert said == {"p0.png": "encoded", "p1.png": "encoded", "p2.png": "kept"}
+    assert result.package.read_bytes() == sound
     assert (out / "foreign.sight").read_bytes() == b"something else"
 
 
-def test_other_weights_are_encoded_beside(
-    vlm: Any, photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
+@pytest.mark.parametrize("other", ["weights", "settings", "threads"])
+def test_what_is_made_otherwise_is_encoded_beside(
+    vlm: Any, photos: Path, out: Path, demo_parts: dict[str, Any], other: str
 ) -> None:
-    out = tmp_path / "out"
     list(encode([photos], vlm, files=out))
-    other = ks.wrap(*demo_parts["demo-hybrid"])
-    assert set(statuses(encode([photos], other, files=out)).values()) == {"encoded"}
-    assert len(list(out.glob("*.sight"))) == 6
-    assert set(statuses(encode([photos], vlm, files=out)).values()) == {"kept"}
-
-
-def test_other_processor_settings_are_encoded_beside(
-    vlm: Any, photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
-) -> None:
-    out = tmp_path / "out"
-    list(encode([photos], vlm, files=out))
-    size = {"shortest_edge": 128 * 128, "longest_edge": 128 * 128}
-    other = ks.wrap(*demo_parts["demo"], image_options={"size": size})
-    results = list(encode([photos], other, files=out))
+    options: dict[str, Any] = {}
+    threads = torch.get_num_threads()
+    if other == "settings":
+        size = {"shortest_edge": 128 * 128, "longest_edge": 128 * 128}
+        options["image_options"] = {"size": size}
+    if other == "threads":  # part of how features are made on a CPU
+        torch.set_num_threads(threads + 1)
+        lenient = ks.wrap(*demo_parts["demo"], accept_features="any")
+        assert set(statuses(encode([photos], lenient, files=out)).values()) == {"kept"}
+    parts = demo_parts["demo-hybrid" if other == "weights" else "demo"]
+    results = list(encode([photos], ks.wrap(*parts, **options), files=out))
     assert {result.status for result in results} == {"encoded"}
-    assert {result.tokens for result in results} == {16}
-
-
-def test_another_making_is_encoded_beside_unless_any_is_accepted(
-    vlm: Any, photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
-) -> None:
-    out = tmp_path / "out"
-    list(encode([photos], vlm, files=out))
-    torch.set_num_threads(2)  # part of how features are made on a CPU
-    lenient = ks.wrap(*demo_parts["demo"], accept_features="any")
-    assert set(statuses(encode([photos], lenient, files=out)).values()) == {"kept"}
-    strict = ks.wrap(*demo_parts["demo"])
-    assert set(statuses(encode([photos], strict, files=out)).values()) == {"encoded"}
     assert len(list(out.glob("*.sight"))) == 6
+    torch.set_num_threads(threads)
+    assert set(statuses(encode([photos], vlm, files=out)).values()) == {"kept"}

@@ -20,7 +20,7 @@ import keepsight as ks
 from keepsight.cli import progress
 from keepsight.cli.app import app
 from keepsight.encode import Encoded
-from keepsight.encode.store import ToStore
+from keepsight.encode.places import ToStore
 from keepsight.errors import NotStored
 
 

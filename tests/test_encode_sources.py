@@ -78,7 +78,9 @@ def test_folders_hold_everything_that_holds_images(photos: Path) -> None:
     assert found == [*wanted, "p1.png", "p2.png"]
 
 
-def test_places_do_not_depend_on_where_a_folder_lies(photos: Path, tmp_path: Path) -> None:
+def test_places_do_not_depend_on_where_a_folder_lies(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zipped(photos / "trip" / "a.zip", [("x.png", png(5))])
     elsewhere = tmp_path / "deep" / "down" / "copy"
     shutil.copytree(photos, elsewhere)
@@ -88,6 +90,10 @@ def test_places_do_not_depend_on_where_a_folder_lies(photos: Path, tmp_path: Pat
     assert [i.place for i in read(photos / "*" / "*.png")] == [
         i.place for i in read(elsewhere / "*" / "*.png")
     ]
+    monkeypatch.chdir(photos / "trip")
+    for named in ("p1.png", photos / "trip/p1.png", "*.png"):
+        assert read(named)[0].place == "p1.png"
+    assert [item.place for item in read(".")] == [item.place for item in read(photos / "trip")]
 
 
 @bounded(50)
@@ -124,7 +130,7 @@ def test_csv_and_jsonl_have_columns(photos: Path) -> None:
     (photos / "a.csv").write_text('id,photo\n1,p0.png\n2,"trip/p1.png"\n3,\n')
     (photos / "a.jsonl").write_text('{"photo": "p0.png"}\nnot json\n{"x": 1}\n{"photo": 7}\n[]\n')
     rows = [opened(item) for item in read(photos / "a.csv", column="photo")]
-    assert rows[:2] == ["64x64"] * 2 and "is empty in this line" in rows[2]
+    assert rows[:2] == ["64x64"] * 2 and "'photo' is '' in this line" in rows[2]
     lines = [opened(item) for item in read(photos / "a.jsonl", column="photo")]
     assert lines[0] == "64x64"
     for line, error in zip(lines[1:], ["not JSON", "only: x", "'photo' is 7", "list"], strict=True):

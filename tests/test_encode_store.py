@@ -194,8 +194,16 @@ def test_too_many_tokens_are_skipped_with_the_reason(vlm: Any, tmp_path: Path) -
     assert statuses(results) == {"big.png": "skipped", "small.png": "encoded"}
     assert "16 tokens, more than 15; --max-pixels" in results[0].error
     assert towers(vlm)[0] == 1
-    with pytest.raises(InputError, match="max_tokens=0"):
-        encode([tmp_path / "*.png"], vlm, max_tokens=0)
+
+
+def test_what_cannot_be_is_refused_by_name(
+    vlm: Any, photos: Path, demo_parts: dict[str, Any]
+) -> None:
+    for wrong, said in (({"max_tokens": 0}, "max_tokens=0"), ({"codec": "zip"}, "no codec 'zip'")):
+        with pytest.raises(InputError, match=said):
+            encode([photos], vlm, **wrong)
+    with open_vlm(demo_parts, None) as other, pytest.raises(InputError, match="has no store"):
+        encode([photos], other)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
@@ -218,11 +226,6 @@ def test_packed_packages_are_found_and_used_when_any_are_accepted(
     with open_vlm(demo_parts, tmp_path / "store") as strict:
         assert {r.status for r in encode([photos / "p0.png"], strict, codec=codec)} == {"kept"}
         assert {r.status for r in encode([photos / "p0.png"], strict)} == {"encoded"}
-
-
-def test_a_codec_that_nobody_knows_is_refused(vlm: Any, photos: Path) -> None:
-    with pytest.raises(InputError, match="no codec 'zip'"):
-        encode([photos], vlm, codec="zip")
 
 
 def test_tenants_share_nothing(vlm: Any, photos: Path) -> None:
@@ -248,13 +251,6 @@ def test_shards_together_are_the_whole(
         assert packages(shared) == packages(whole)
 
 
-def test_without_a_store_there_is_nowhere_to_put_it(
-    photos: Path, demo_parts: dict[str, Any]
-) -> None:
-    with open_vlm(demo_parts, None) as vlm, pytest.raises(InputError, match="has no store"):
-        encode([photos], vlm)
-
-
 def test_a_store_that_cannot_be_written_ends_the_run(
     vlm: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,26 +267,22 @@ def test_a_store_that_cannot_be_written_ends_the_run(
 # -- what the store does not take -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [("store_budget", "budget of the store, 2,000"), ("tenant_quota", "quota of a tenant, 2,000")],
+)
 def test_what_the_store_refuses_was_not_encoded(
-    photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
+    photos: Path, tmp_path: Path, demo_parts: dict[str, Any], limit: str, said: str
 ) -> None:
-    with open_vlm(demo_parts, tmp_path / "store", store_budget=2000) as vlm:
-        results = list(encode([photos], vlm))
+    with open_vlm(demo_parts, tmp_path / "store", **{limit: 2000}) as vlm:
+        results = list(encode([photos], vlm, tenant="ann"))
         assert Counter(result.status for result in results) == {"broken": 1, "refused": 5}
         for result in results[1:]:
             assert result.feature_id is None and result.nbytes == 0
-            assert "more than the budget of the store, 2,000" in str(result.error)
-        assert packages(vlm) == {}
+            assert said in str(result.error)
+        assert packages(vlm, "ann") == {}
     with open_vlm(demo_parts, tmp_path / "store") as vlm:
-        assert Counter(r.status for r in encode([photos], vlm))["encoded"] == 3
-
-
-def test_the_quota_of_a_tenant_refuses_too(
-    photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
-) -> None:
-    with open_vlm(demo_parts, tmp_path / "store", tenant_quota=2000) as vlm:
-        (result,) = encode([photos / "p0.png"], vlm, tenant="ann")
-    assert result.status == "refused" and "quota of a tenant, 2,000" in str(result.error)
+        assert Counter(r.status for r in encode([photos], vlm, tenant="ann"))["encoded"] == 3
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ class Answer:
     tokens: list[int]
     stages: dict[str, float] = field(default_factory=dict)
     usage: Usage | None = None
+    text: str = ""
     logits: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -65,14 +66,15 @@ class Keepsight:
 
     def answer(self, messages: list[Message], count: int) -> Answer:
         """Stream `count` greedy tokens."""
-        start, first, tokens = now(), 0.0, []
+        start, first, tokens, text = now(), 0.0, [], ""
         report, usage = Report(), Usage()
         for piece in self.vlm.stream(messages, **decoding(count)):
             if piece.token is not None:
                 first = first or now() - start
                 tokens.append(piece.token)
+            text += piece.text
             report, usage = piece.report or report, piece.usage or usage
-        return Answer(first, now() - start, tokens, dict(report.milliseconds), usage)
+        return Answer(first, now() - start, tokens, dict(report.milliseconds), usage, text)
 
 
 class _FirstToken(BaseStreamer):
@@ -103,7 +105,7 @@ class Stock:
         images = [Image.open(path).convert("RGB") for path in picture_paths(messages)]
         inputs = self._processor(text=[text], images=images or None, return_tensors="pt")
         inputs = inputs.to(self._model.device)
-        stages, streamer = {"processor": now() - start}, _FirstToken()
+        streamer = _FirstToken()
         output = self._model.generate(
             **inputs,
             **decoding(count),
@@ -113,7 +115,7 @@ class Stock:
         )
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         first = streamer.times[1] - start
-        return Answer(first, now() - start, tokens, stages, logits=list(output.logits))
+        return Answer(first, now() - start, tokens, logits=list(output.logits))
 
 
 def picture_paths(messages: list[Message]) -> list[str]:

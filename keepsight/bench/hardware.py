@@ -18,6 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import keepsight
+from keepsight.bench.contestants import Keepsight
 from keepsight.bench.frame import interleaved, middle, now, ratio, say
 from keepsight.bench.measure import Bench, timed
 from keepsight.bench.options import Scale
@@ -72,24 +73,17 @@ def from_files(vlm: VLM, folder: Path, messages: list[Message], drop: bool) -> d
     """An answer that begins with files, beside the bare reading of these files."""
     if drop:
         forget_files(folder.glob("*/*/*"))
-    start = now()
-    pieces = vlm.stream(messages, max_new_tokens=2, min_new_tokens=2)
-    next(pieces)
-    first = now() - start
-    report = list(pieces)[-1].report
-    if report is None:
-        raise RuntimeError("an answer came without its report")
-    read, size = read_files(vlm, folder, report.cached_tokens, drop)
-    load = report.milliseconds["load"]
+    answer = Keepsight(vlm).answer(messages, 2)
+    read, size = read_files(vlm, folder, answer.counted.cached_tokens, drop)
     return {
-        "first_token_ms": first,
-        "load_ms": load,
-        "restore_ms": report.milliseconds["restore"],
+        "first_token_ms": answer.first,
+        "load_ms": answer.stages["load"],
+        "restore_ms": answer.stages["restore"],
         "read_ms": read,
-        "load_over_read": load / read,
+        "load_over_read": answer.stages["load"] / read,
         "megabytes": size / 1e6,
-        "cached_tokens": report.cached_tokens,
-        "prompt_tokens": report.prompt_tokens,
+        "cached_tokens": answer.counted.cached_tokens,
+        "prompt_tokens": answer.counted.prompt_tokens,
     }
 
 

@@ -122,7 +122,7 @@ class Bench:
 
 def _sums(name: str, met: list[Round]) -> Record:
     """One step over all repetitions."""
-    mine, stock = ([one.answers[who] for one in met] for who in ("keepsight", "stock"))
+    mine = [one.answers["keepsight"] for one in met]
     usage = mine[0].counted
     return {
         "name": name,
@@ -130,7 +130,6 @@ def _sums(name: str, met: list[Round]) -> Record:
         "cached_tokens": usage.cached_tokens,
         "new_tokens": met[0].new_tokens,
         "rerun_tokens": max(0, met[0].shared - usage.cached_tokens),
-        "images": usage.images,
         "new_images": met[0].new_images,
         "encoded": usage.images_encoded,
         "guard": guard(met),
@@ -138,9 +137,7 @@ def _sums(name: str, met: list[Round]) -> Record:
         "stock_over_keepsight": ratio(one.first("stock", "keepsight") for one in met),
         "keepsight_over_limit": ratio(one.first("keepsight", "limit") for one in met),
         "decode_ms": middle(answer.per_token for answer in mine),
-        "stock_decode_ms": middle(answer.per_token for answer in stock),
         "stages": {n: middle(a.stages.get(n, 0.0) for a in mine) for n in mine[0].stages},
-        "stock_processor_ms": middle(answer.stages["processor"] for answer in stock),
     }
 
 

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from keepsight.core.settings import tenant_name
-from keepsight.encode.files import ToFiles
 from keepsight.encode.items import Item, ReadOptions
-from keepsight.encode.places import Encoded, Making, Place
+from keepsight.encode.places import Encoded, Making, Place, ToFiles, ToStore
 from keepsight.encode.run import run
 from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
-from keepsight.encode.store import ToStore
 from keepsight.system.words import parse_shard
 
 if TYPE_CHECKING:

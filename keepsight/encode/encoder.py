@@ -16,9 +16,8 @@ from PIL import Image
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import At, Item, of_value
-from keepsight.encode.places import Encoded, Making
+from keepsight.encode.places import Encoded, Making, ToStore
 from keepsight.encode.run import run
-from keepsight.encode.store import ToStore
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.media.sources import open_source

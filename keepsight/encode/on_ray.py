@@ -17,7 +17,7 @@ from keepsight.encode.encoder import Encoder
 from keepsight.encode.items import ReadOptions
 from keepsight.encode.places import Encoded
 from keepsight.encode.sources import SourcePiece, items
-from keepsight.errors import InputError, KeepsightError, MissingExtra, StoreError
+from keepsight.errors import InputError, KeepsightError
 from keepsight.kinds import Inputs, Options
 from keepsight.system.optional import optional
 
@@ -26,14 +26,13 @@ Shard = tuple[int, int] | None
 
 
 class PieceEncoder(Encoder):
-    """An `Encoder` of all images in some pieces."""
+    """An `Encoder` of all images in some pieces; results are lines of JSON."""
 
     def __init__(self, reading: ReadOptions, shard: Shard, options: Options) -> None:
         super().__init__(**options)
         self._reading, self._shard = reading, shard
 
     def __call__(self, batch: Inputs) -> dict[str, list[str]]:
-        """The results, as JSON."""
         pieces = [SourcePiece(**piece) for group in batch["pieces"] for piece in json.loads(group)]
         mine = (item for item in items(pieces, self._reading) if item.in_shard(self._shard))
         return {"result": [json.dumps(result.to_dict()) for result in self.encode(mine)]}
@@ -56,8 +55,7 @@ def run_on_ray(
         return
     # Another number of threads in a worker would make other features.
     options = {"torch_threads": torch.get_num_threads(), **options}
-    started = not ray.is_initialized()
-    if started:
+    if started := not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=None, logging_level=logging.ERROR)
     try:
         data.DataContext.get_current().enable_progress_bars = False
@@ -74,7 +72,10 @@ def run_on_ray(
         for row in found.iter_rows():
             yield Encoded(**json.loads(row["result"]))
     except ray.exceptions.RayTaskError as error:
-        raise _plain_error(error) from error
+        cause: BaseException | None = error
+        while cause is not None and type(cause).__module__ != KeepsightError.__module__:
+            cause = getattr(cause, "cause", None) or cause.__cause__
+        raise cause or InputError(f"a worker failed: {error}") from None
     finally:
         if started:
             ray.shutdown()
@@ -85,12 +86,3 @@ def grouped(pieces: Iterable[SourcePiece]) -> Iterator[list[SourcePiece]]:
     for small, run in itertools.groupby(pieces, lambda p: p.kind in ("image", "text", "broken")):
         while group := list(itertools.islice(run, _TOGETHER if small else 1)):
             yield group
-
-
-def _plain_error(error: BaseException) -> KeepsightError:
-    """A worker's error as it would have been raised here."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, KeepsightError):
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    kind = next((k for k in (MissingExtra, StoreError) if isinstance(cause, k)), InputError)
-    return kind(str(cause) if cause is not None else f"a worker failed: {error}")

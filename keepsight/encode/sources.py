@@ -63,25 +63,37 @@ def _pieces_of(source: str, column: str, left_out: list[str]) -> Iterator[Source
     path = os.path.expanduser(source)
     if source.startswith(("http://", "https://")):
         yield SourcePiece(source, "text", source)
-        return
-    if os.path.lexists(path):
-        paths, root, named = [path], "" if os.path.isdir(path) else os.path.dirname(path), True
+    elif os.path.isdir(path):
+        yield from _inside(path, "", left_out)
+    elif os.path.lexists(path):
+        yield from _named(path, os.path.basename(path), column)
     else:
-        paths = sorted(glob.glob(path, recursive=True))
-        root = os.path.dirname(re.split(r"[*?\[]", path, maxsplit=1)[0]) or "."
-        named = bool(os.path.splitext(path)[1])  # else a glob takes as a folder does
+        yield from _matches(source, path, column, left_out)
+
+
+def _matches(source: str, pattern: str, column: str, left_out: list[str]) -> Iterator[SourcePiece]:
+    """The matches of a glob: all if it has a suffix, otherwise as from a folder."""
+    paths = sorted(glob.glob(pattern, recursive=True))
     if not paths:
         raise InputError(f"{source}: there is no such file or folder, and nothing matches it")
-    for one in paths:
-        place = os.path.relpath(one, root or ".") if root or one != path else ""
-        if os.path.isdir(one):
-            yield from _inside(one, place, left_out)
-        elif named and kind_of(one) == "list":
-            yield from _lines(one, place, column)
-        elif named:
-            yield SourcePiece(one, kind_of(one) or "image", place)
+    root = os.path.dirname(re.split(r"[*?\[]", pattern, maxsplit=1)[0])
+    for path in paths:
+        place = os.path.relpath(path, root or ".")
+        if os.path.isdir(path):
+            yield from _inside(path, place, left_out)
+        elif os.path.splitext(pattern)[1]:
+            yield from _named(path, place, column)
         else:
-            yield from _taken(one, place, left_out)
+            yield from _taken(path, place, left_out)
+
+
+def _named(path: str, place: str, column: str) -> Iterator[SourcePiece]:
+    """A file that is named: of whatever suffix, it is tried."""
+    kind = kind_of(path) or "image"
+    if kind == "list":
+        yield from _lines(path, place, column)
+    else:
+        yield SourcePiece(path, kind, place)
 
 
 def _inside(folder: str, place: str, left_out: list[str]) -> Iterator[SourcePiece]:
@@ -149,23 +161,26 @@ def _entries(path: str, column: str) -> Iterator[tuple[int, str | InputError]]:
                     raise InputError(f"{path}, line {number} is longer than {MAX_LINE} characters")
                 if line.strip():
                     as_json = suffix in (".jsonl", ".ndjson")
-                    yield number, _json_entry(line, column) if as_json else line.rstrip("\r\n")
+                    yield number, _of_json(line, column) if as_json else line.rstrip("\r\n")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _json_entry(line: str, column: str) -> str | InputError:
+def _of_json(line: str, column: str) -> str | InputError:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         return InputError(f"this line is not JSON: {error}")
-    if not isinstance(record, dict) or column not in record:
-        names = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        return InputError(f"this line has no {column!r}, only: {names}; choose with --column")
-    value = record[column]
+    if isinstance(record, dict) and column in record:
+        return _of_cell(record[column], column)
+    names = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+    return InputError(f"this line has no {column!r}, only: {names}; choose with --column")
+
+
+def _of_cell(value: object, column: str) -> str | InputError:
     if isinstance(value, str) and value.strip():
         return value
-    return InputError(f"{column!r} is {value!r:.80}, expected a path or a URL")
+    return InputError(f"{column!r} is {value!r:.80} in this line, expected a path or a URL")
 
 
 def _rows(
@@ -175,9 +190,7 @@ def _rows(
     try:
         tables.check_column(path, column, list(rows.fieldnames or ()))
         for row in rows:
-            value = row.get(column) or ""
-            empty = InputError(f"the column {column!r} is empty in this line")
-            yield rows.line_num, value if value.strip() else empty
+            yield rows.line_num, _of_cell(row.get(column), column)
     except csv.Error as error:
         raise InputError(f"{path}, line {rows.line_num}: {error}") from None
 
