@@ -110,8 +110,8 @@ def test_serve_from_start_to_end(tmp_path: Path) -> None:
         with urllib.request.urlopen(request, timeout=60) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
         server.process.send_signal(signal.SIGTERM)
-        out, log = server.process.communicate(timeout=60)
-    assert server.process.returncode == 0 and "curl" in out
+        _, log = server.process.communicate(timeout=60)
+    assert server.process.returncode == 0
     [line] = [json.loads(text) for text in log.splitlines() if text.startswith("{")]
     assert line["path"] == "/v1/chat/completions" and line["status"] == 200
     assert line["key"] == "ann" and line["user"] == "somebody"

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from keepsight.cli import serve
 from keepsight.cli.app import app
 from keepsight.errors import InputError
-from keepsight.server.config import ServerConfig, table
+from keepsight.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
@@ -85,10 +85,11 @@ def test_the_configuration_beside_it_is_read() -> None:
     assert config.model == "demo" and [key.admin for key in config.keys] == [False, True]
 
 
-def test_the_table_of_settings_is_that_of_the_models() -> None:
-    found = settings_table.TABLE.search(settings_table.PAGE.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("pattern", settings_table.TABLES)
+def test_the_tables_of_the_docs_are_those_of_the_server(pattern: re.Pattern[str]) -> None:
+    found = pattern.search(settings_table.PAGE.read_text(encoding="utf-8"))
     assert found is not None
-    assert found[0] == table(), "run python scripts/settings_table.py"
+    assert found[0] == settings_table.TABLES[pattern](), "run python scripts/settings_table.py"
 
 
 def test_each_setting_is_a_flag_and_the_usual_come_first() -> None:

@@ -11,16 +11,13 @@ import base64
 import copy
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from server_harness import TEMPLATE, Live, live, scene, uri
 
 import keepsight as ks
-from keepsight.server.schema import ChatRequest, ResponsesRequest
 
-ROOT = Path(ks.__file__).parent.parent
 PICTURE = uri(scene(1))
 BARE = PICTURE.partition(",")[2]
 
@@ -305,16 +302,3 @@ def test_what_constrains_an_answer_is_honoured(server: Live, what: str) -> None:
         items = answer["output"]
         found = [one.get("name") or one["content"][0]["text"] for one in items]
     assert found[0] == wanted, answer
-
-
-def test_every_field_has_its_place_in_the_docs() -> None:
-    """Honoured, named or refused: what the schema has is in the table, and in the right row."""
-    page = (ROOT / "docs" / "http.md").read_text()
-    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:2] == "| "}
-    named, refused = rows["named"], rows["refused"]
-    everything = " ".join(rows[name] for name in ("honoured", "where the template can"))
-    everything += rows["taken, without effect"] + named + refused
-    for body in (ChatRequest, ResponsesRequest):
-        assert all(f"`{name}`" in named for name in body.IGNORED)
-        assert all(f"`{name}`" in refused for name in body.REFUSED)
-        assert not [name for name in body.model_fields if f"`{name}`" not in everything]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import HELLO, Live, Scripted, answered, asked, live, until, uri
+from server_harness import HELLO, Live, Scripted, asked, live, until, uri
 
 import keepsight as ks
 from bench.hostile import flat_png, pdf
@@ -84,33 +84,6 @@ def test_a_preparation_has_the_time_of_an_answer_and_its_errors(vlm: Any) -> Non
         script.let_go(ks.errors.InputError("not like this"))
         until(lambda: answers)
         assert answers[0][0] == 400 and answers[0][1]["error"]["message"] == "not like this"
-
-
-def dripping(server: Live) -> Any:
-    """A connection that has sent a part of its body, which the server waits for."""
-    connection = server.raw()
-    connection.settimeout(20)
-    connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
-    )
-    until(lambda: server.service.bodies._incomplete)
-    return connection
-
-
-def test_closing_waits_for_what_was_admitted(vlm: Any) -> None:
-    script = Long()
-    with live(vlm, script, body_timeout="1h") as server:
-        server.server._drain = 3600.0
-        answers = begun(server, "/v1/prepare", {"messages": HELLO}, 1)
-        until(lambda: script.prepared)
-        with dripping(server) as connection:
-            server.service.draining = True
-            assert answered(connection)[0] == 503
-            assert server.chat({"messages": HELLO})[1]["error"]["code"] == "shutting_down"
-            assert not answers and not server.server.should_exit
-            script.let_go()
-            until(lambda: answers and server.server.should_exit)
-        assert answers[0][0] == 200
 
 
 SLOW_SITE = "http://slow.example/a.png"

@@ -13,7 +13,6 @@ from server_harness import QUESTION, TEMPLATE, Live, Scripted, asked, live, png,
 import keepsight as ks
 from keepsight.server.media import MessageReader
 from keepsight.server.schema import ChatRequest, Unused
-from keepsight.server.served_model import wishes
 
 
 @pytest.fixture(scope="module")
@@ -191,30 +190,14 @@ def test_sizes_of_one_picture_are_the_processors_own(server: Live, demo_parts: A
 
 
 @pytest.mark.parametrize(
-    ("body", "effort", "switch"),
-    [
-        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}, {}),
-        ({"reasoning": {"effort": None, "summary": None}}, {}, {}),
-        ({"reasoning": {"effort": "high"}}, {"reasoning.effort": "high"}, {}),
-        ({"thinking": {"type": "disabled"}}, {}, {"thinking": False}),
-        ({"thinking": True}, {}, {"thinking": True}),
-        ({"enable_thinking": False}, {}, {"enable_thinking": False}),
-    ],
-)
-def test_wishes_about_thoughts(
-    body: dict[str, Any], effort: dict[str, str], switch: dict[str, bool]
-) -> None:
-    request = ChatRequest.model_validate(
-        {"model": "demo", "messages": [{"role": "user", "content": "x"}], **body}
-    )
-    assert wishes(request, Unused()) == (effort, switch)
-
-
-@pytest.mark.parametrize(
     ("body", "opened", "unused"),
     [
         ({"reasoning_effort": "high"}, True, "reasoning_effort"),  # on, without a level
         ({"reasoning_effort": "none"}, False, ""),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, True,
+         "reasoning.summary, reasoning.effort"),
+        ({"reasoning": {"enabled": False}}, False, ""),
+        ({"thinking": True}, True, ""),
         ({"enable_thinking": True}, True, ""),
         ({"thinking": {"type": "enabled"}}, True, ""),
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}},

@@ -89,4 +89,5 @@ def test_the_log_and_the_address_are_json_when_asked_for(
     told = json.loads(capsys.readouterr().out)
     assert told == {"event": "listening", "model": "demo", "url": "http://127.0.0.1:8000"}
     serve.announce("demo", ServerConfig(), 8000)
-    assert capsys.readouterr().out.startswith("Keepsight serves demo at http://127.0.0.1:8000")
+    out = capsys.readouterr().out
+    assert out.startswith("Keepsight serves demo at http://127.0.0.1:8000") and "  curl http" in out

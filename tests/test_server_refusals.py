@@ -10,6 +10,8 @@ import pytest
 from server_harness import Live, asked, live, refusal, scene, uri
 
 import keepsight as ks
+from keepsight.server.access import MOST_VALUES, parsed
+from keepsight.server.schema import Rendering
 
 CHAT, RESPONSES, DECISIONS = "/v1/chat/completions", "/v1/responses", "/v1/decisions"
 SYSTEM_ONE, COMPLETIONS = "/v1/systemone", "/v1/completions"
@@ -228,12 +230,26 @@ def test_kinds_are_told_in_the_words_of_json(server: Live, path: str, body: Any,
         (b"null", {}, "not a JSON object"),
         (b'{"model": "demo", "messages": NaN}', {}, "not valid JSON"),
         (b'{"temperature": Infinity}', {}, "not valid JSON"),
-        (b"[" * 100_000, {}, "recursion limit"),
+        (b"[" * 1000 + b"]" * 1000, {}, "recursion limit"),
+        (b"[" + b"1," * MOST_VALUES + b"1]", {}, "commas and brackets"),
+        (b"{" + b",".join(b'"%d":0' % n for n in range(MOST_VALUES + 1)) + b"}", {}, "commas and"),
+        (b"[" * (MOST_VALUES + 1) + b"]", {}, "commas and brackets"),
+        (b'["' + b"A" * (2 << 20) + b'",' + b"1," * MOST_VALUES + b"1]", {}, "commas and brackets"),
         (json.dumps(user("x")).encode(), {"content-type": "text/plain"}, "Content-Type: app"),
     ],
+    ids=lambda one: str(one)[:20],
 )
 def test_a_body_that_cannot_be_read_is_refused_with_its_reason(
     server: Live, body: bytes, headers: dict[str, str], why: str
 ) -> None:
     for path in (CHAT, RESPONSES, "/v1/prepare"):
         assert why in refusal(server.call(path, body, "POST", headers))["message"]
+
+
+def test_what_any_client_may_send_is_parsed() -> None:
+    history = [{"role": "user", "content": "x, y [z] {w}"}] * 50_000
+    long = user("data:image/png;base64," + "AAAA" * (1 << 20), name="é" * 99)["messages"]
+    for messages in (history, long):
+        body = "\ufeff" + json.dumps({"messages": messages}, ensure_ascii=False)
+        sent = parsed(Rendering, body.encode(), {"content-type": "application/json; charset=utf-8"})
+        assert [one.content for one in sent.messages] == [one["content"] for one in messages]

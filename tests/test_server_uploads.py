@@ -295,18 +295,6 @@ def test_servers_that_share_a_folder_share_its_room(tmp_path: Path, clock: Clock
     put(two, b"c" * 1001, quota=1500)
 
 
-def test_an_upload_opens_no_file_that_was_there_before(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, looked = opened(tmp_path, clock), []
-    for number in range(20):
-        put(files, b"%d" % number)
-    find = OnDisk.find
-    monkeypatch.setattr(OnDisk, "find", lambda *of: looked.append(of) or find(*of))
-    put(files, b"one more")
-    assert len(looked) <= 1
-
-
 # -- a disk that does not answer -----------------------------------------------------------------
 
 

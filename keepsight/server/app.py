@@ -89,7 +89,7 @@ def _schema(app: FastAPI, model: str) -> Record:
     for part in parts.values():
         if "model" in part.get("properties", {}):
             part["properties"]["model"] = {"type": "string", "enum": [model]}
-    for kind in (schema.ChatRequest, schema.ResponsesRequest):
+    for kind in schema.TABLE.values():
         fields = parts[kind.__name__]["properties"]
         for word, why in (("Refused", kind.REFUSED), ("Accepted, not used", kind.IGNORED)):
             fields |= {name: {"description": f"{word}: {reason}."} for name, reason in why.items()}

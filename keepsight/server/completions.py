@@ -170,7 +170,7 @@ class _Completions:
                 seq = Answer(prompt, self._tenant, options, tokenizer=runtime.tokenizer())
                 self._answers.append((seq, recorder))
             run([seq for seq, _ in self._answers])
-            if not any(self._scored):
+            if all(one is None for one in self._scored):
                 self._cached = sum(seq.usage().cached_tokens for seq, _ in self._answers)
         usage = self.usage()
         cached = {"cached_tokens": usage.cached_tokens}

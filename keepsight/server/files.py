@@ -40,7 +40,6 @@ logger = logging.getLogger("keepsight.server")
 
 _MOST = 10_000  # files per tenant: each takes memory and time, however small it is
 _ABOVE, _SUFFIX, _FORMAT = "uploads", ".upload", 1
-_OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _HEAD = 8192  # most bytes of the first line
 _NAMES = re.compile(r"[0-9a-f]{64}/file-[0-9a-f]{64}")
 
@@ -132,13 +131,10 @@ class OnDisk(InMemory):
             return None
         name = f"{_ABOVE}/{owner}/{file_id}{_SUFFIX}"
         try:
-            handle = os.open(self._folder.path(name), _OPEN)
-            try:
-                opened = os.fdopen(handle, "rb")
-            except OSError:  # a folder; this descriptor has no other owner
-                os.close(handle)
-                raise
-            with opened as file:
+            status = self._folder.status(name)
+            if status is not None and not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is a link, or no regular file")
+            with self._folder.path(name).open("rb") as file:
                 return _parsed(file, owner, file_id), file.read() if whole else b""
         except ValueError as error:
             logger.warning("an upload is damaged and is removed: %s (%s)", name, error)
@@ -170,9 +166,6 @@ class OnDisk(InMemory):
 
 
 def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a regular file")
     line = file.readline(_HEAD)
     try:
         header = json.loads(line)
@@ -181,7 +174,7 @@ def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
         upload = Upload(file_id, owner, header.pop("bytes"), **header)
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its first line lacks a field: {error}") from error
-    if upload.head() != line or status.st_size != size:
+    if upload.head() != line or os.fstat(file.fileno()).st_size != size:
         raise ValueError("its first line does not match its digest or its size")
     return upload
 

@@ -379,7 +379,7 @@ class MessageReader:
     def _content(self, message: ChatMessage, place: str) -> str | list[Record] | None:
         content, lists = message.content, message.role in _LISTS
         if content is None or (content == [] and message.role == "assistant"):
-            if message.refusal is None and message.tool_calls:
+            if message.refusal is None and message.tool_calls and not message.images:
                 return None
             content = message.refusal
             if content is None and message.role != "assistant" and not message.images:

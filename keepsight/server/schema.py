@@ -809,3 +809,27 @@ class RerankRequest(SharedFields):
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: bool | None = None
     instruction: Text | None = None
+
+
+TABLE: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/prepare, /v1/cache/explain, /v1/cache/save": Rendering,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/systemone": SystemOneRequest,
+    "/v1/decisions": DecisionsRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
+}
+
+
+def table() -> str:
+    """What becomes of each field, as rows of Markdown."""
+    rows = ["| body | honoured | named | refused |", "|---|---|---|---|"]
+    for path, kind in TABLE.items():
+        fields = (kind.model_fields, kind.IGNORED, kind.REFUSED)
+        cells = [", ".join(f"`{name}`" for name in sorted(names)) for names in fields]
+        rows.append(f"| {path} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"

@@ -79,7 +79,7 @@ class ServedModel:
     def _thoughts(self, body: Rendering, unused: Unused) -> Record:
         """The template's variables for the amount of thinking; a request that no variable expresses
         is reported."""
-        effort, switch = wishes(body, unused)
+        effort, switch = _wishes(body, unused)
         options: Record = {}
         for place, wish in effort.items():
             if self._has("reasoning_effort"):
@@ -124,7 +124,7 @@ def _beginning(body: Rendering) -> dict[str, bool]:
     return {"continue_final_message": True}
 
 
-def wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
+def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
     """What a client requests about thinking, by field: a level, and whether to think at all."""
     given, effort, switch = body.reasoning or Reasoning(), dict[str, str](), dict[str, bool]()
     for name in ("summary", "generate_summary"):
