@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import track
 
 from keepsight.cli.options import (
     IMAGES,
@@ -29,7 +29,6 @@ from keepsight.cli.options import (
     read_text,
 )
 from keepsight.cli.pictures import pictures_at
-from keepsight.cli.progress import LINES, duration
 from keepsight.cli.terminal import console, json_line, plain, report_table
 from keepsight.core.structured.formats import Format, wanted
 from keepsight.errors import InputError, KeepsightError, UnfinishedAnswer
@@ -138,26 +137,18 @@ def _answer_batch(
     questions = _read_questions(batch)
     done = _answered(out, questions)  # before anything slow
     left = [one for one in questions if one.id not in done]
+    if done:
+        typer.echo(f"{len(done)} of {len(questions)} are answered already", err=True)
+    count = failed = 0
     err = console(stderr=True)
-    with model.load() as vlm:
-        if done:
-            typer.echo(f"{len(done)} of {len(questions)} are answered already", err=True)
-        begun = last = time.perf_counter()
-        count = failed = 0
-        with out.open("a", encoding="utf-8") as file:
-            for one, made in _answers(vlm, left, options):
-                line = {"id": one.id, "question": one.question, **made}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                file.flush()
-                count, failed = count + 1, failed + ("error" in made)
-                now = time.perf_counter()
-                if err.is_terminal or now - last >= LINES:
-                    last, pace = now, count / (now - begun)
-                    rest = duration((len(left) - count) / pace)
-                    text = f"{count}/{len(left)} answered, {pace:.1f}/s, {rest} left"
-                    err.print(text, end="\r" if err.is_terminal else "\n")
-    if err.is_terminal and count:
-        err.print()
+    with model.load() as vlm, out.open("a", encoding="utf-8") as file:
+        answers = _answers(vlm, left, options)
+        quiet = not err.is_terminal
+        for one, made in track(answers, "answering", len(left), console=err, disable=quiet):
+            line = {"id": one.id, "question": one.question, **made}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            count, failed = count + 1, failed + ("error" in made)
     if as_json:
         json_line({"answered": count - failed, "failed": failed, "out": str(out)})
     else:

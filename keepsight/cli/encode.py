@@ -22,8 +22,7 @@ from keepsight.cli.options import (
     DEMO_NAMES,
     JSON,
     Model,
-    holds_pictures,
-    model_first,
+    is_there,
     option,
     pixel_limits,
 )
@@ -31,7 +30,7 @@ from keepsight.cli.terminal import console, json_line, loading_line, plain
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Options
 from keepsight.system import private_files
-from keepsight.system.places import check_store_writable, expanded
+from keepsight.system.places import check_store_writable
 from keepsight.system.words import check_codec, check_dpi, parse_shard
 
 _OTHER = re.compile(r".*\.(md|rst|html?|xml|svg|json|ipynb|py|docx?|xlsx?|pptx?)", re.I | re.S)
@@ -72,7 +71,6 @@ def encode(
 ) -> None:
     """Encode images into a store, each different image once; run it again to resume."""
     sources = _sources(words, model)
-    _check_sources(sources)
     if store is not None and not files:
         raise InputError("--store goes with --files; without --files, --to is the store")
     for place in (None if files else to, store):
@@ -138,40 +136,25 @@ def encode(
 
 
 def _sources(words: list[str], model: Model) -> list[str]:
-    """What is to be encoded; the model is the first word or that of `--model`.
-
-    A folder beside `--model` is a source, whatever is in it.
-    """
-    named, sources = model_first(words, False, model.model)
-    if named is not None and model.model is not None and _is_there(named):
-        named, sources = None, words
-    model.choose(named)
+    """What is to be encoded; the model is the first word or that of `--model`."""
+    sources = model.first_of(words, False)
     first = sources[0]
-    if named is None and not _is_there(first):
+    if len(sources) == len(words) and not is_there(first):
         if first in DEMO_NAMES:
             hint = f"keepsight encode {first} PICTURES --to FOLDER"
             raise InputError(f"no pictures are named; write: {hint}")
         if near := difflib.get_close_matches(first, DEMO_NAMES, n=1, cutoff=0.8):
             raise InputError(f"{first}: there is no such file or folder; did you mean {near[0]}?")
-    return sources
-
-
-def _is_there(name: str) -> bool:
-    """Whether something of that name can be a source."""
-    path = expanded(name)
-    return holds_pictures(path) if name in DEMO_NAMES else os.path.lexists(path)
-
-
-def _check_sources(sources: list[str]) -> None:
     for source in sources:
         is_path = "://" not in source and not re.search(r"[*?\[]", source)
         if is_path and not os.path.lexists(os.path.expanduser(source)):
             raise InputError(f"{source}: there is no such file or folder")
     if all(_OTHER.fullmatch(source) for source in sources):
         raise InputError(
-            f"{sources[0]}: not a picture; expected images, PDFs, videos, archives (zip, "
-            "tar), tables (parquet, arrow), lists (txt, csv, tsv, jsonl) or folders of them"
+            f"{first}: not a picture; expected images, PDFs, videos, archives (zip, tar), tables "
+            "(parquet, arrow), lists (txt, csv, tsv, jsonl) or folders of them"
         )
+    return sources
 
 
 def _say_left_out(places: list[str], each: bool) -> None:

@@ -268,16 +268,16 @@ def model_first(
 ) -> tuple[str | None, list[str]]:
     """A model that stands before pictures and question, as in other commands, and the rest.
 
-    That is a demo model, a folder that holds a model, or, without `--model`, a possible hub id;
-    `alone` means that nothing need follow.
+    That is a demo model, a folder that holds a model, or a possible hub id; with `--model` only
+    what cannot be looked at. `alone` means that nothing need follow.
     """
-    if len(words) + alone < 2:
+    if len(words) + alone < 2 or (option is not None and is_there(words[0])):
         return None, words
-    first = expanded(words[0])
-    demo = words[0] in DEMO_NAMES and not holds_pictures(first)
-    hub = option is None and _may_be_hub_id(words[0]) and not _LOOKED_AT.fullmatch(words[0])
-    is_model = demo or hub or _holds_model(first)
-    return (words[0], words[1:]) if is_model else (None, words)
+    first = words[0]
+    demo = first in DEMO_NAMES and not is_there(first)
+    hub = option is None and _may_be_hub_id(first) and not _LOOKED_AT.fullmatch(first)
+    is_model = demo or hub or _holds_model(expanded(first))
+    return (first, words[1:]) if is_model else (None, words)
 
 
 # What a folder's name says for itself: one without any of these gives nothing to look at.
@@ -288,11 +288,12 @@ _LOOKED_AT = re.compile(
 )
 
 
-def holds_pictures(path: Path) -> bool:
-    """Whether a file or folder that is called as a demo model is meant: the clone has a folder
-    `demo`, of scripts, beside which the model would never be found."""
-    if not path.is_dir():
-        return path.exists()
+def is_there(name: str) -> bool:
+    """Whether something of that name can be looked at. If it is called as a demo model, it must
+    hold pictures: the clone has a folder `demo`, of scripts."""
+    path = expanded(name)
+    if name not in DEMO_NAMES or not path.is_dir():
+        return os.path.lexists(path)
     return any(_LOOKED_AT.fullmatch(file.name) for file in path.rglob("*"))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
 _MOST_TOLD = 1000  # broken images listed at the end; a file takes any number
-LINES = 10.0  # seconds between two lines without a terminal
+_LINES = 10.0  # seconds between two lines without a terminal
 
 
 @dataclass
@@ -140,7 +140,7 @@ def shown(
             tally.add(result)
             if bar is not None and task is not None:
                 bar.update(task, total=tally.total, completed=tally.done, pace=tally.pace())
-            elif tally.seconds - last >= LINES:
+            elif tally.seconds - last >= _LINES:
                 last = tally.seconds
                 line = f"{tally.done}/{tally.total or '?'} images: {tally}"
                 text = json.dumps({"progress": tally.to_dict()}) if as_json else line

@@ -63,45 +63,38 @@ def _with_flags() -> Callable[..., None]:
         run({name: value for name, value in given.items() if value is not None})
 
     fields = {name: one for name, one in ServerConfig.model_fields.items() if name != "keys"}
-    about = "The address and the log as lines of JSON."
+    about, as_json = fields["model"].description, "The address and the log as lines of JSON."
     flags = {
-        "named": typer.Argument(metavar="MODEL", help=fields["model"].description),
+        "named": Annotated[str | None, typer.Argument(metavar="MODEL", help=about)],
         **{name: _flag(name, field) for name, field in fields.items()},
-        "as_json": typer.Option("--json", help=about, rich_help_panel="Network"),
-    }
-    call.__annotations__ = {
-        name: Annotated[_kind(fields.get(name), name), flag] for name, flag in flags.items()
+        "as_json": Annotated[
+            bool | None, typer.Option("--json", help=as_json, rich_help_panel="Network")
+        ],
     }
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__annotations__ = flags
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, kind, default=None, annotation=annotation)
-            for name, annotation in call.__annotations__.items()
-        ]
+        [inspect.Parameter(n, kind, default=None, annotation=a) for n, a in flags.items()]
     )
     return call
 
 
-def _kind(field: FieldInfo | None, name: str) -> Any:
-    """What a flag is parsed as; sizes, times and the like are texts."""
-    if field is None:
-        return bool | None if name == "as_json" else str | None
-    for kind in (bool, int):
-        if isinstance(field.default, kind):
-            return kind | None
-    return list[str] | None if field.default == () else str | None
-
-
-def _flag(name: str, field: FieldInfo) -> object:
+def _flag(name: str, field: FieldInfo) -> Any:
+    """A setting as a flag. Sizes, times and the like are parsed from text."""
     default, text = field.default, field.description or ""
     flag = f"--{name.replace('_', '-')}"
+    kind: Any = str | None
     names: tuple[str, ...] = _NAMES.get(name, (flag,))
     if isinstance(default, bool):
-        names = (f"{flag}/--no-{flag[2:]}" if default else flag,)
-    elif default not in (None, ()):
+        kind, names = bool | None, (f"{flag}/--no-{flag[2:]}" if default else flag,)
+    elif default == ():
+        kind = list[str] | None
+    elif default is not None:
+        kind = int | None if isinstance(default, int) else kind
         text = f"{text.removesuffix('.')}; default {default}."
     panel = field.title or "Options"
-    return typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
+    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel)
+    return Annotated[kind, option]
 
 
 def run(given: Options) -> None:
