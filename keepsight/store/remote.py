@@ -233,7 +233,7 @@ class Remote:
         self._writer = Writer(self.label, waiting, self._write)
         self.flush, self.close = self._writer.flush, self._writer.close
         self.retire = self._writer.retire
-        self._counted: dict[str | None, tuple[list[Sum], float]] = {}  # and when
+        self._counted: dict[str | None, tuple[list[Sum], float | None]] = {}  # and when
         data = self._asked(lambda: link.read(layout.MARKER))
         self._is_marked = data is not None
         try:
@@ -520,10 +520,10 @@ class Remote:
         found = None if wait < 1 else self._asked(lambda: list(self._found(tenant)))
         if found is not None:
             named = ((layout.parse(one.name), one.nbytes) for one in found)
-            sums = [(name.tenant, name.kind, 1, nbytes) for name, nbytes in named if name]
-            self._counted[tenant] = sums, time.time()
-        counted = self._counted.get(tenant, ([], None))
-        told = self._writer.stats("remote", *counted, whose, self._reads)
+            ones = [(name.tenant, name.kind, 1, nbytes) for name, nbytes in named if name]
+            self._counted[tenant] = ones, time.time()
+        sums, at = self._counted.get(tenant, ([], None))
+        told = self._writer.stats("remote", sums, at, whose, self._reads)
         return {**told, "budget": None, "quota": None}
 
     def check(self, tenant: str | None, repair: bool) -> list[str]:
