@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from keepsight.store import About, DiskStore, files, index
+from keepsight.store import About, DiskStore, files, index, layout
 from keepsight.system import digests
 
 SIZE = 700
@@ -139,7 +139,7 @@ def dies_at(root: Path, step: int) -> list[str]:
                 yield bytes(part)[len(part) // 2 :]
 
         with contextlib.suppress(BaseException):
-            spelled, files.spelled = files.spelled, slowly
+            spelled, layout.spelled = layout.spelled, slowly
             files.BUFFER = 0
             for name in ("fsync", "replace", "unlink"):
                 counted(os, name)

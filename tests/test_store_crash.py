@@ -109,7 +109,7 @@ def test_a_kill_at_any_step(tmp_path: Path, stride: int) -> None:
         store.close()
         if "end" in lines:
             break
-    assert 40 < step < 399, "it was killed at every step, and then ran through"
+    assert step > 40 and "end" in lines, "it was killed at every step, and then ran through"
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from keepsight.kinds import Options, Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found, layers
 from keepsight.store.files import PART
-from keepsight.store.health import OK, UNREACHABLE, Health
+from keepsight.store.health import UNREACHABLE, Health
 from keepsight.store.view import Store
 from keepsight.store.writer import REFUSED, ROOM, THERE, WRITTEN, Job, Sum, Writer
 from keepsight.system.lock import Mutex
@@ -193,39 +193,32 @@ class Seen:
 
     def find(self, name: EntryName) -> tuple[bool, Record | None]:
         """Whether anything is known about it, and its metadata if it is present."""
-        found, until = self._known.get(name, (None, -1.0))
+        found, until = self._known.get(name, (None, 0.0))
         if time.monotonic() >= until:
             return False, None
         return True, None if found is None or layout.expired(found) else found
 
-    def there(self, name: EntryName, metadata: Record) -> None:
-        """Record that it is present."""
-        self._put(name, metadata, _SURE)
-
-    def absent(self, name: EntryName, seconds: float = _DOUBTFUL) -> None:
-        """Record that it was absent; another process may write it at any time."""
-        self._put(name, None, seconds)
-
-    def removed(self, name: EntryName) -> None:
-        """Record that it was removed; what reads that began before say does not count."""
-        self.removals += 1
-        self.absent(name)
-
-    def read(self, name: EntryName, metadata: Record, since: int) -> bool:
-        """Record what a read found that began at this count of removals; whether it may be used."""
-        if layout.expired(metadata):
-            self.absent(name)
-            return False
-        if since == self.removals:
-            self.there(name, metadata)
-        return True
-
-    def _put(self, name: EntryName, metadata: Record | None, seconds: float) -> None:
+    def note(self, name: EntryName, metadata: Record | None, seconds: float = _DOUBTFUL) -> None:
+        """Record that it is present, or absent: then another process may write it at any time."""
         with self._lock:
             self._known.pop(name, None)
             self._known[name] = (metadata, time.monotonic() + seconds)
             if len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
+
+    def removed(self, name: EntryName) -> None:
+        """Record that it was removed; what reads that began before say does not count."""
+        self.removals += 1
+        self.note(name, None)
+
+    def read(self, name: EntryName, metadata: Record, since: int) -> bool:
+        """Record what a read found that began at this count of removals; whether it may be used."""
+        if layout.expired(metadata):
+            self.note(name, None)
+            return False
+        if since == self.removals:
+            self.note(name, metadata, _SURE)
+        return True
 
 
 class Remote:
@@ -240,7 +233,7 @@ class Remote:
         self._writer = Writer(self.label, waiting, self._write)
         self.flush, self.close = self._writer.flush, self._writer.close
         self.retire = self._writer.retire
-        self._counted: dict[str | None, tuple[list[Sum], float]] = {}  # and when
+        self._counted: dict[str | None, tuple[list[Sum], float | None]] = {}  # and when
         data = self._asked(lambda: link.read(layout.MARKER))
         self._is_marked = data is not None
         try:
@@ -268,27 +261,29 @@ class Remote:
     def _read_one(self, name: EntryName) -> Found | None:
         if job := self._writer.waiting(name):
             return job.content, job.metadata
-        known, metadata = self._seen.find(name)
-        if known and metadata is None:
+        if self._reads.is_aside or self._seen.find(name) == (True, None):
             return None
-        since, place = self._seen.removals, layout.place(*name)
-        data = self._asked(lambda: self._link.read(place))
-        if data is None:
-            if self._reads.state == OK:
-                self._seen.absent(name)
-            return None
+        since, found = self._seen.removals, None
         try:
-            found = layout.read_entry(data, name, f"{self.label}/{place}")
+            found = self._whole(name)
+        except _ABSENT:
+            self._seen.note(name, None)
         except WrongFormatVersion as error:
             # Another version's entry is intact, and somebody may still want it.
             logger.warning("%s; left as it is", error)
         except FileError as error:
             # Its bytes may have been damaged on the way; then others can read it.
             logger.warning("a damaged entry is passed over: %s", error)
-            self._seen.absent(name, float("inf"))
-        else:
-            return found if self._seen.read(name, found[1], since) else None
-        return None
+            self._seen.note(name, None, float("inf"))
+        except Exception as error:
+            self._reads.failed(error, UNREACHABLE)
+            return None
+        self._reads.worked()
+        return found if found and self._seen.read(name, found[1], since) else None
+
+    def _whole(self, name: EntryName) -> Found:
+        place = layout.place(*name)
+        return layout.read_entry(self._link.read(place), name, f"{self.label}/{place}")
 
     def _look(self, name: EntryName, ask: bool = False) -> Record | None:
         """The metadata of an entry, from memory or by one small read; None if it is not there.
@@ -302,16 +297,16 @@ class Remote:
         except WrongFormatVersion:
             raise
         except (FileError, *_ABSENT):
-            self._seen.absent(name)
+            self._seen.note(name, None)
             return None
         return metadata if self._seen.read(name, metadata, since) else None
 
     def _header(self, name: EntryName) -> Found:
         """Record and metadata of an entry; its tensors are neither read nor checked."""
+        if name.kind in layout.NOTES:
+            return self._whole(name)
         place = layout.place(*name)
         where = f"{self.label}/{place}"
-        if name.kind in layout.NOTES:
-            return layout.read_entry(self._link.read(place), name, where)
         data = self._link.read(place, 0, _HEAD)
         size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter answer is the whole object
         kind = name.kind, layout.FORMAT
@@ -342,7 +337,7 @@ class Remote:
         logger.warning("damaged entry set aside: %s/%s (%s)", self.label, layout.place(*name), why)
         with contextlib.suppress(Exception):  # the address may be read-only
             self._link.remove(layout.place(*name))
-        self._seen.absent(name, float("inf"))
+        self._seen.note(name, None, float("inf"))
 
     def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
         """The newest dependents of an entry, from the names of empty objects beside them."""
@@ -419,7 +414,7 @@ class Remote:
         if mark := layout.dependent_marker(job.name, job.about.depends_on):
             self._link.write(mark, [b"{}"])
         self._link.write(layout.place(*job.name), parts)
-        self._seen.there(job.name, job.metadata)
+        self._seen.note(job.name, job.metadata, _SURE)
         return WRITTEN
 
     def _is_there(self, name: EntryName, ask: bool = False) -> bool:
@@ -525,10 +520,10 @@ class Remote:
         found = None if wait < 1 else self._asked(lambda: list(self._found(tenant)))
         if found is not None:
             named = ((layout.parse(one.name), one.nbytes) for one in found)
-            sums = [(name.tenant, name.kind, 1, nbytes) for name, nbytes in named if name]
-            self._counted[tenant] = sums, time.time()
-        counted = self._counted.get(tenant, ([], None))
-        told = self._writer.stats("remote", *counted, whose, self._reads)
+            ones = [(name.tenant, name.kind, 1, nbytes) for name, nbytes in named if name]
+            self._counted[tenant] = ones, time.time()
+        sums, at = self._counted.get(tenant, ([], None))
+        told = self._writer.stats("remote", sums, at, whose, self._reads)
         return {**told, "budget": None, "quota": None}
 
     def check(self, tenant: str | None, repair: bool) -> list[str]:
@@ -549,9 +544,8 @@ class Remote:
         return list(found.values())
 
     def _wrong(self, name: EntryName) -> str | None:
-        place = layout.place(*name)
         try:
-            layout.read_entry(self._link.read(place), name, f"{self.label}/{place}")
+            self._whole(name)
         except (WrongFormatVersion, FileNotFoundError):
             pass  # intact, of another version; or removed just now
         except FileError as error:
