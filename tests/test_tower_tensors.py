@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 from transformers.exporters import utils as exporter
+from tree_invariants import audit_cache
 
 import keepsight as ks
 from keepsight.errors import InputError, UnsupportedModel
@@ -99,7 +100,7 @@ def test_features_equal_stock_bit_for_bit(kind: str) -> None:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert all(torch.equal(*pair) for pair in before), "a tower changed what we keep"
-    own.tower_tensors.prepared.check()
+    audit_cache(own.tower_tensors.prepared)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "kimi_k25", "minicpmv4_6"])
