@@ -143,6 +143,17 @@ def test_prepare_then_chat_only_decodes(demo: Any) -> None:
     assert set(passes) <= {1} and reply.usage.cached_tokens == reply.usage.prompt_tokens
 
 
+def test_a_first_token_from_memory_is_handed_out_before_the_next_pass(demo: Any) -> None:
+    messages = [turn("What color is the shape in the picture?", picture(8))]
+    wanted = demo.chat(messages, max_new_tokens=4, do_sample=False)
+    steps = demo.stats()["engine"]["decode_steps"]
+    pieces = demo.stream(messages, max_new_tokens=4, do_sample=False)
+    first = next(pieces)
+    assert demo.stats()["engine"]["decode_steps"] == steps
+    rest = [piece.token for piece in pieces if piece.token is not None]
+    assert [first.token, *rest] == wanted.tokens
+
+
 def test_a_prompt_with_one_token_behind_a_turn_is_answered_whole(demo: Any) -> None:
     (end, *_) = sorted(demo.runtime.rule.turn_ends)
     ids = torch.tensor([[*range(20, 60), end, 21]])

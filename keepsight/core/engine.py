@@ -67,7 +67,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._listened: list[Sequence] = []  # those with a listener that has not heard their end
-        self._telling = False
+        self._telling = self._told = False
         self.piece, self.max_running = PIECE, MAX_RUNNING
         self.longest_pass = PASS
         # A vision encoder alone has no words.
@@ -143,8 +143,9 @@ class Engine:
     def step(self) -> bool:
         """One pass; whether there is more to do. Under the lock an interrupt waits for its end."""
         self._sweep()
-        self._begin_waiting()
-        if chosen := self._choose():
+        # A first token that memory gave goes out before the next pass, but never two times in turn.
+        self._told = self._begin_waiting() and not self._told
+        if not self._told and (chosen := self._choose()):
             self._pass(chosen)
         self._tell()
         return self.busy
@@ -398,20 +399,24 @@ class Engine:
 
     # -- beginning and ending ----------------------------------------------------------------------
 
-    def _begin_waiting(self) -> None:
+    def _begin_waiting(self) -> bool:
         """Begin sequences while there is room, accounts with the fewest running ones first. If all
-        running ones belong to one account, one more of another may run."""
+        running ones belong to one account, one more of another may run. Whether one of them has
+        its first token from memory."""
+        first = False
         while self.waiting:
             counts = Counter(seq.account for seq in self.running)
             seq = min(self.waiting, key=lambda one: (counts[one.account], *_rank(one)))
             beside = len(counts) == 1 and seq.account not in counts
             full = len(self.running) >= self.max_running + beside
             if full or (self.running and self._planned(seq) > self._budget):
-                return
+                break
             self.waiting.remove(seq)
             self.running.append(seq)
             with self._guarded(seq):
                 self._begin(seq)
+            first |= bool(seq.pieces)
+        return first
 
     def _planned(self, new: Sequence) -> int:
         """Bytes of the lanes of all running sequences and a new one."""
