@@ -49,7 +49,7 @@ def test_a_hook_of_a_layer_sees_every_token() -> None:
         rest = list(answer)
         hook.remove()
     assert before > 0
-    assert len(seen) == len(rest) - 2 >= 8  # one token was computed, and the last is not read
+    assert len(seen) == len(rest) - 1 >= 8  # the last piece ends the answer, without a token
 
 
 def test_a_model_once_asked_for_hidden_states_decodes_as_fast() -> None:
