@@ -134,6 +134,7 @@ def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.Monk
                 answer = http.client.HTTPResponse(connection)
                 answer.begin()
                 assert answer.status == status and json.loads(answer.read())["error"]
+                assert (answer.getheader("connection") != "close") == keeps, headers
                 if keeps:
                     connection.sendall(body[5:] + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                     assert answered(connection)[0] == (503 if status == 503 else 200)

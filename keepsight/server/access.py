@@ -389,11 +389,12 @@ class RequestMiddleware:
             visit.gone |= message["type"] == "http.disconnect" and not complete
             return message
 
-        told = headers.get(b"content-length", b"0") if b"transfer-encoding" not in headers else b"0"
+        chunked = b"transfer-encoding" in headers
+        told = 0 if chunked else int(headers.get(b"content-length", b"0"))
         try:
             with self._admitted(scope, headers, visit):
                 await self._turn(visit.who().account if visit.caller else _account_of(scope))
-                async with self._service.bodies.whole(receive_on, int(told)) as body:
+                async with self._service.bodies.whole(receive_on, told) as body:
                     await self._served(scope, visit, body, receive_on, send_on)
         except Exception as error:
             if isinstance(error, TimeoutError):
@@ -404,9 +405,10 @@ class RequestMiddleware:
                 if visit.caller is None:
                     with contextlib.suppress(ApiError):  # it is a refusal already
                         await self._turn(_account_of(scope))
-                more = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}
-                sent = {**more.get(problem.status, {}), **problem.headers()}
-                answer = JSONResponse(problem.body(), problem.status, sent)
+                more = {"www-authenticate": "Bearer"} if problem.status == 401 else {}
+                if problem.status == 408 or (not read and (chunked or told > _LONG)):
+                    more["connection"] = "close"  # else the rest is taken in until it is idle
+                answer = JSONResponse(problem.body(), problem.status, {**more, **problem.headers()})
                 start: Message = {"type": "http.response.start", "status": problem.status}
                 await send_on({**start, "headers": answer.raw_headers})
                 rest: Message = {"type": "http.response.body"}
