@@ -3,6 +3,7 @@ in less memory, and their provenance says so."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,3 +198,20 @@ def test_a_film_counts_by_what_goes_through_in_one_pass() -> None:
     assert huge.is_huge(film) and not huge.is_huge(film, by_step=True)
     assert not huge.is_huge({"image_grid_thw": [[1, 10, 15]]})
     assert not huge.is_huge({"image_grid_thw": ["ten", [1, 2]], "image_sizes": [[900, 900]]})
+
+
+def test_other_threads_run_the_module_as_it_is(most: dict[str, int]) -> None:
+    family, pixels = packed()
+    out: list[torch.Tensor] = []
+
+    def stock() -> None:
+        with torch.no_grad():
+            out.append(family.encode(pixels)[0]["features"])
+
+    with huge.by_rows(family):
+        thread = threading.Thread(target=stock)
+        thread.start()
+        thread.join()
+    assert most["Qwen3VLVisionMLP"] == 240
+    with torch.no_grad():
+        assert torch.equal(family.encode(pixels)[0]["features"], out[0])

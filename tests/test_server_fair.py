@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import HELLO, Live, Scripted, asked, live, until, uri
+from server_harness import HELLO, Live, Scripted, answered, asked, live, until, uri
 
 import keepsight as ks
 from bench.hostile import flat_png, pdf
@@ -18,6 +19,7 @@ from keepsight import Ticket
 from keepsight.report import Piece, Report, Usage
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
+from keepsight.server.turns import Threads, account
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +180,64 @@ def test_clients_without_keys_count_by_their_addresses(vlm: Any) -> None:
 def test_a_proxy_is_named_by_its_address() -> None:
     with pytest.raises(ks.errors.InputError, match="trusted_proxy.*10.0.0.0/24"):
         ServerConfig(trusted_proxy=("*",))
+
+
+def dripping(server: Live) -> Any:
+    """A connection that has sent a part of its body, which the server waits for."""
+    connection = server.raw()
+    connection.settimeout(20)
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{"
+    )
+    until(lambda: server.service.bodies._incomplete)
+    return connection
+
+
+def test_closing_waits_for_no_body_that_comes_in_drips(vlm: Any) -> None:
+    with live(vlm, Scripted("hi"), body_timeout="1h") as server:
+        server.server._drain = 3600.0
+        with dripping(server) as connection:
+            server.service.draining = True
+            status, told = answered(connection)
+            assert status == 503 and told["error"]["code"] == "shutting_down"
+            until(lambda: server.server.should_exit)
+
+
+def test_closing_waits_for_what_was_admitted(vlm: Any) -> None:
+    script = Long()
+    with live(vlm, script, body_timeout="1h") as server:
+        server.server._drain = 3600.0
+        answers = begun(server, "/v1/prepare", {"messages": HELLO}, 1)
+        until(lambda: script.prepared)
+        with dripping(server) as connection:
+            server.service.draining = True
+            assert answered(connection)[0] == 503
+            assert server.chat({"messages": HELLO})[1]["error"]["code"] == "shutting_down"
+            assert not answers and not server.server.should_exit
+            script.let_go()
+            until(lambda: answers and server.server.should_exit)
+        assert answers[0][0] == 200
+
+
+def test_few_large_pictures_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    threads = Threads(lambda: 1)
+    over, inside = threading.Event(), threading.Semaphore(0)
+
+    def large() -> None:
+        inside.release()
+        over.wait(30)
+
+    async def main() -> None:
+        tasks = []
+        for whose in ("one", "another"):
+            account.set(whose)
+            tasks += [asyncio.ensure_future(threads.run(large, large=True)) for _ in range(6)]
+        for _ in range(4):
+            assert await asyncio.to_thread(inside.acquire, timeout=20)
+        assert threads.large.pool._work_queue.qsize() == 2, "three of each are let in"
+        over.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    threads.close()

@@ -174,3 +174,22 @@ def test_what_expires_is_gone_and_its_items_with_it() -> None:
     now[0] += 60
     kept.sweep()
     assert kept.nbytes == 0
+
+
+def test_a_chain_that_is_too_large_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, read = ResponseStore(1 << 20, 60, largest=1000), []
+    for number in range(5):
+        kept.put("", "", [], made(number, 200, previous=f"resp_{number - 1}" if number else None))
+    monkeypatch.setattr("keepsight.server.responses.json.loads", lambda text: read.append(1))
+    with pytest.raises(ApiError, match="begin a new conversation"):
+        kept.conversation("", "", meaning(previous="resp_4"))
+    assert not read
+
+
+def test_a_follow_up_that_hangs_on_nothing_is_never_answered(server: Live) -> None:
+    for wrong in ("resp_0", "", "x" * 5000):
+        status, _ = respond(server, NEXT, previous_response_id=wrong)
+        assert status in (400, 404)
+    assert server.call("/health")[0] == 200

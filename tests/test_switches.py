@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,3 +224,60 @@ def test_pixels_follow_the_default_dtype() -> None:
         with SWITCHES["default dtype"]():
             assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
         assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
+
+
+def test_a_used_lane_of_another_dtype_is_left_alone(vlm: Any) -> None:
+    for messages in OTHERS:  # as many lanes as are kept
+        vlm.chat(messages, max_new_tokens=1)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        vlm.model.to(dtype)
+        assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
+    with torch.autocast("cpu", torch.bfloat16):
+        for messages in (SECOND, FIRST, *OTHERS):
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+    for messages in (SECOND, FIRST, *OTHERS):
+        assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+
+
+def test_a_lane_serves_other_tenants_and_no_other_making(vlm: Any) -> None:
+    for i in range(6):
+        vlm.chat(FIRST, max_new_tokens=1, tenant=str(i))
+    lanes = vlm.runtime.engine.lanes
+    rooms = {layer.key_buffer.data_ptr() for lane in lanes._idle for layer in lane.full}
+    vlm.chat(SECOND, max_new_tokens=1, tenant="new")
+    assert {layer.key_buffer.data_ptr() for lane in lanes._idle for layer in lane.full} == rooms
+    vlm.model.to(torch.bfloat16)
+    vlm.chat(FIRST, max_new_tokens=1)
+    dtypes = [lane.full[0].key_buffer.dtype for lane in lanes._idle]
+    assert dtypes.count(torch.bfloat16) == 1 and len(dtypes) == 4
+
+
+def test_what_ran_while_another_thread_changed_a_switch_is_run_again(vlm: Any) -> None:
+    """The other thread comes in the first pass of the prompt and is gone before the second."""
+    passes: list[bool] = []
+
+    def other_thread(*_: Any) -> None:
+        change = {0: True, 1: False}.get(len(passes))
+        passes.append(True)
+        if change is not None:
+            thread = threading.Thread(target=torch.use_deterministic_algorithms, args=(change,))
+            thread.start()
+            thread.join()
+
+    engine = vlm.runtime.engine
+    forward, longest = engine.decoder.forward, engine.longest_pass
+
+    def watched(*arguments: Any) -> Any:
+        other_thread()
+        return forward(*arguments)
+
+    engine.decoder.forward, engine.longest_pass = watched, 16
+    try:
+        report = vlm.prepare(SECOND)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        engine.longest_pass = longest
+        del engine.decoder.forward
+    assert len(passes) > -(-report.prompt_tokens // 16) and report.cached_tokens == 0  # again
+    assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
+    vlm.runtime.tree.check()

@@ -268,3 +268,35 @@ def test_anybody_may_ask_for_them() -> None:
     for wrong in ([1, 4, 8], [[1, 4]], [[1.0, 4.0, 8.0]], [[1, 0, 8]], "abc", []):
         with pytest.raises(InputError, match="grids"):
             ks.tower_tensors(model, wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    own, _ = family("qwen3_vl")
+    grids = [{"image_grid_thw": torch.tensor([[1, 2 * n, 8]])} for n in range(1, 20)]
+    full = TowerTensors(own.core)
+    one = full.of(grids[9])
+    size = full.prepared.nbytes
+    assert size == sum(value.nbytes for value in one.values())
+    small = TowerTensors(own.core, budget=3 * size)
+    for sizes in grids:
+        assert set(small.of(sizes)) == TAKES["qwen3_vl"]
+    assert 0 < len(small.prepared) < len(grids)
+    none = TowerTensors(own.core, budget=1)
+    assert none.of(grids[3]) and not len(none.prepared)
+
+
+def test_kept_apart_by_dtype_and_attention() -> None:
+    own, _ = family("qwen2_vl")
+    towers = TowerTensors(own.core)
+    (tower,) = towers._towers.values()
+    grid = torch.tensor([[1, 4, 4]])
+    towers.of({"image_grid_thw": grid})
+    towers.of({"image_grid_thw": grid.int()})
+    assert len(towers.prepared) == 2
+    before = tower.module.config._attn_implementation
+    try:
+        tower.module.config._attn_implementation = "flash_attention_2"
+        assert towers.of({"image_grid_thw": grid})["max_seqlen"] == 16
+    finally:
+        tower.module.config._attn_implementation = before
+    assert "max_seqlen" not in towers.of({"image_grid_thw": grid})

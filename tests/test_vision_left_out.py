@@ -136,3 +136,16 @@ def test_models_that_no_test_has_shown_exact_are_refused(
         ks.load(folder, vision=False)
     with pytest.raises(ModelError, match="cannot be loaded"):
         ks.load(tmp_path / "nothing", vision=False)
+
+
+def test_changes_of_the_language_model_are_noticed(tmp_path: Path) -> None:
+    whole, part = parts_of("qwen3_vl", tmp_path)
+    messages = [turn(TEXT, whole.encode(picture(1)))]
+    first = logits(part, messages)
+    for vlm in (whole, part):
+        with torch.no_grad():
+            vlm.model.get_decoder().layers[1].self_attn.q_proj.weight.mul_(1.05)
+    changed = logits(part, messages)
+    assert not torch.equal(changed, first)
+    assert torch.equal(changed, logits(whole, messages))
+    assert same_names(whole, part)

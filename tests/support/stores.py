@@ -370,6 +370,31 @@ class BoundedStoreTests(StoreTests):
         expect(store.stats()["refused"] == refused + 1, "and counted as refused")
         expect(store.check() == [], "all is whole")
 
+    def test_what_is_pinned_stays(self, tmp_path: Path) -> None:
+        """A pinned entry stays with its base, in every store over this content, until unpinned."""
+        store = self.chain(tmp_path)
+        expect(store.pin("snapshot", KEYS[1]), "what is there can be pinned")
+        again = self.make_store(tmp_path)
+        again.gc(0)
+        expect(self.names(again) == {("snapshot", 0), ("snapshot", 1)}, "it stays, with its base")
+        pinned = {entry.key: entry.pinned for entry in again.entries()}
+        expect(pinned == {KEYS[0]: False, KEYS[1]: True}, "and is listed as pinned")
+        expect(again.pin("snapshot", KEYS[1], False), "it can be unpinned")
+        store.gc(0)
+        expect(self.names(store) == set(), "and goes then")
+
+    def test_an_entry_goes_before_what_it_depends_on(self, tmp_path: Path) -> None:
+        """An entry is evicted before its base."""
+        store = self.chain(tmp_path)
+        total = store.stats()["bytes"]
+        for step in range(total, -1, -400):
+            store.gc(step)
+            left = self.names(store)
+            for kind, number in left & {("snapshot", 1), ("snapshot", 2), ("state", 2)}:
+                base = ("snapshot", number if kind == "state" else number - 1)
+                expect(base in left, "what something depends on is there")
+            expect(store.check() == [], "and the counts agree")
+
 
 def _refused(call: Callable[..., object], *arguments: object) -> bool:
     try:
