@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ import torch
 from intel_avx2 import skip_what_asks_for_more
 from since_5_24 import skip_what_5_24_cannot
 from slow_tests import mark_repetitions_slow
+
+from keepsight.store import DiskStore
 
 
 def _declare_torchvision_operators() -> None:
@@ -170,3 +172,17 @@ def demo(request: pytest.FixtureRequest, demo_parts: dict[str, Any]) -> Iterator
     model, processor = demo_parts[request.param]
     with ks.wrap(model, processor) as vlm:
         yield vlm
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., DiskStore]]:
+    """Opens stores, and closes them after the test."""
+    made: list[DiskStore] = []
+
+    def make(*arguments: Any, **options: Any) -> DiskStore:
+        made.append(DiskStore(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()

@@ -6,6 +6,7 @@ one pass, and the rows that go through the decoder are counted.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import keepsight as ks
 from keepsight import Together
+from keepsight.core.any_cut import AnyCut
 from keepsight.runtimes.onnx import OnnxSession
 
 KINDS = ("qwen3_vl", "llava")
@@ -167,3 +169,50 @@ def test_a_runtime_that_rounds_otherwise_is_found_out(monkeypatch: pytest.Monkey
             assert found and why in str(found)
             reply = vlm.ask(picture(1), "What?", max_new_tokens=1)
             assert reply.report.to_dict()["exactness"] == "rounding"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_edits_forks_and_budgets(kind: str) -> None:
+    """Conversations interleaved, cut, forked and edited anywhere, under a small budget."""
+    rng = random.Random(7)
+    with wrapped(kind, cache_budget="300KB") as vlm, wrapped(kind) as other:
+        talks = [ids_of(20, seed=one) for one in range(12)]
+        pictures = sorted(vlm.runtime.family.placeholders.values())
+        for step in range(48):
+            one = rng.randrange(len(talks))
+            talk = talks[one]
+            kept = talk[:, : rng.randint(1, talk.shape[1])] if rng.random() < 0.5 else talk
+            prompt = torch.cat([kept, ids_of(rng.randint(1, 40), 100 + step)], dim=1)
+            many = rng.randint(1, 24)  # some of them guessed
+            options = {"max_new_tokens": many, "min_new_tokens": many, **GREEDY}
+            given: Any = vlm.generate(input_ids=prompt, suppress_tokens=pictures, **options)
+            talks[one] = given
+            vlm.runtime.check()
+            if step % 4 == 0:
+                other.clear()
+                assert torch.equal(logits_of(vlm, given), logits_of(other, given))
+        assert vlm.stats()["engine"]["drafted_tokens"]
+
+
+@pytest.mark.tries_anew
+def test_what_was_found_is_kept_in_the_store_and_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    fails = AnyCut._graphs_fail
+
+    def counted(self: AnyCut, *given: Any) -> str:
+        tried.append("")
+        return fails(self, *given)
+
+    monkeypatch.setattr(AnyCut, "_graphs_fail", counted)
+    counts = []
+    for _ in range(2):
+        with wrapped("qwen3_vl", store=tmp_path) as vlm:
+            assert holds(vlm)
+            vlm.flush()
+        counts.append(len(tried))
+    assert counts[0] == counts[1] > 0
+    monkeypatch.setattr(AnyCut, "_graphs_agree", lambda self, kernels: False)
+    with wrapped("qwen3_vl", store=tmp_path) as vlm:
+        assert holds(vlm) and len(tried) > counts[1]

@@ -263,6 +263,8 @@ def test_uploads_of_a_server_with_a_store(served: Live, tmp_path: Path) -> None:
     listed = served.call("/v1/files", headers=bearer("ann"))[1]["data"]
     assert [file["id"] for file in listed] == [sent["id"]] and listed[0]["bytes"] == len(image)
     assert served.call("/v1/cache/stats", headers=bearer("ann"))[1]["files"]["files"] == 1
+    assert served.upload(b"x" * 500, bearer("small"))[0] == 200
+    assert served.upload(b"y" * 500, bearer("small"))[0] == 413
     served.call("/v1/cache/reset", {"store": True}, headers=bearer("ann"))
     assert served.call(where, headers=bearer("ann"))[0] == 200, "a file is deleted by its id"
     assert served.call(where, method="DELETE", headers=bearer("ann"))[0] == 200

@@ -286,19 +286,6 @@ def test_an_entry_of_another_version_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == data and not list(tmp_path.rglob("*.damaged"))
 
 
-@pytest.fixture
-def opened() -> Iterator[Callable[..., DiskStore]]:
-    made: list[DiskStore] = []
-
-    def make(*arguments: Any, **options: Any) -> DiskStore:
-        made.append(DiskStore(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for store in made:
-        store.close()
-
-
 def changed(folder: Path, work: Callable[[sqlite3.Connection], object]) -> None:
     """Change the index behind the stores."""
     book = Index(Folder(folder))

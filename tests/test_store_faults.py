@@ -43,19 +43,6 @@ def _loud(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., DiskStore]]:
-    made: list[DiskStore] = []
-
-    def make(*arguments: Any, **options: Any) -> DiskStore:
-        made.append(DiskStore(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for store in made:
-        store.close()
-
-
-@pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """No disk is left alone for long."""
     monkeypatch.setattr(health, "PAUSE", 0.05)
