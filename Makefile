@@ -24,7 +24,7 @@ demo: $(VENV)/ready
 # Graphs are made and run in a pytest of their own: in one with all else a worker once died, hundreds of
 # tests later (SIGSEGV). Two things that can do that are gone since (runtimes that fork or send from
 # threads, an environment that changed under them), and it was not seen again.
-GRAPHS := tests/test_export*.py tests/test_whole_model_compiles.py
+GRAPHS := tests/export/test_export*.py tests/models/test_whole_model_compiles.py
 
 # Threads that wait for each other sleep: with both processors busy, spinning took several times as long
 # as the work of the tests that use two or three threads.
@@ -46,12 +46,12 @@ test-newest: $(VENV)/ready
 
 # Other people's clients, installed into environments of their own and run against a demo server.
 test-clients: $(VENV)/ready
-	KEEPSIGHT_CLIENTS=$${KEEPSIGHT_CLIENTS:-build/clients} $(BIN)/python -m pytest -m slow -rs tests/test_clients_live.py
+	KEEPSIGHT_CLIENTS=$${KEEPSIGHT_CLIENTS:-build/clients} $(BIN)/python -m pytest -m slow -rs tests/clients/test_clients_live.py
 
 # The runtime for Macs, on Linux as well. Its libraries lie in a folder of their own.
 test-mlx: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-deps --target build/mlx mlx==0.32.4 mlx-cpu==0.32.4 mlx-vlm==0.7.10 mlx-lm==0.32.2
-	PYTHONPATH=build/mlx $(BIN)/python -m pytest -n 0 -rs tests/test_mlx.py
+	PYTHONPATH=build/mlx $(BIN)/python -m pytest -n 0 -rs tests/runtimes/test_mlx.py
 
 # The docs as a site, in build/site.
 site: $(VENV)/ready

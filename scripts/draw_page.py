@@ -18,8 +18,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from page_browser import Page, browser  # noqa: E402
-from server_harness import served  # noqa: E402
+from support.page_browser import Page, browser  # noqa: E402
+from support.server_harness import served  # noqa: E402
 
 from keepsight.demo.scene import Scene  # noqa: E402
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from intel_avx2 import skip_what_asks_for_more
-from since_5_24 import skip_what_5_24_cannot
-from slow_tests import mark_repetitions_slow
+from support.intel_avx2 import skip_what_asks_for_more
+from support.since_5_24 import skip_what_5_24_cannot
+from support.slow_tests import mark_repetitions_slow
 
 from keepsight.store import DiskStore
 

@@ -4,7 +4,7 @@ Without torchvision Transformers cannot build its composite processors, even for
 because their video processor is a required argument. Here a placeholder takes its place and keeps
 the checkpoint's settings of that part. So saving it gives a folder that loads whole where
 torchvision is installed, and using the part gives an error that says what to do
-(tests/test_upstream_traps.py tells when this is no longer needed).
+(tests/models/test_upstream_traps.py tells when this is no longer needed).
 """
 
 from __future__ import annotations

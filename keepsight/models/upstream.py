@@ -1,7 +1,7 @@
 """Every private API of Transformers and torch that Keepsight uses, for the pinned versions.
 
-No other file names a private API, except those in `NAMED` (tests/test_upstream.py), so this is the
-place to look at when a pin moves. What is slow to import is imported where it is used.
+No other file names a private API, except those in `NAMED` (tests/models/test_upstream.py), so this
+is the place to look at when a pin moves. What is slow to import is imported where it is used.
 """
 
 from __future__ import annotations

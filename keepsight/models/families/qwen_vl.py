@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
-# Types whose towers process each time step of a video alone, as tests/test_video_steps.py shows.
+# Types whose towers process each time step of a video alone (tests/media/test_video_steps.py).
 _BY_STEP = {
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "cosmos3_omni"),

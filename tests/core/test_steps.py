@@ -1,0 +1,122 @@
+"""Short passes run without the model's modules: with the same bits, and if nobody listens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import build, picture, stock_inputs, turn
+
+import keepsight as ks
+
+pytestmark = pytest.mark.tries_anew
+LLAMAS = ("qwen3_vl", "llava", "internvl")
+MESSAGES = [turn("Which one is nearer, and why?")]
+TOKENS: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+ASKED = {**TOKENS, "output_logits": True, "return_dict_in_generate": True}
+
+
+def _steps(vlm: ks.VLM) -> int:
+    steps = vlm.runtime.engine.decoder.steps
+    return 0 if steps is None else steps.passes
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_short_passes_have_the_bits_of_the_modules(name: str) -> None:
+    model, processor = build(name)
+    with ks.wrap(model, processor, pack=True, drafts=False) as vlm:
+        inputs = stock_inputs(processor, MESSAGES)
+        found = vlm.generate(**inputs, **ASKED)
+        assert _steps(vlm) >= 11
+        vlm.clear()
+        vlm.runtime.finding.kernels.whole_steps = False
+        passes = _steps(vlm)
+        wanted = vlm.generate(**inputs, **ASKED)
+        assert _steps(vlm) == passes
+    assert all(map(torch.equal, found.logits, wanted.logits))
+
+
+def test_a_hook_of_a_layer_sees_every_token() -> None:
+    model, processor = build("qwen3_vl")
+    seen = list[int]()
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        vlm.chat(MESSAGES, **TOKENS)
+        before, answer = _steps(vlm), vlm.stream(MESSAGES, **TOKENS)
+        next(answer)
+        layer = model.get_decoder().layers[1].mlp.down_proj
+        hook = layer.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+        rest = list(answer)
+        hook.remove()
+    assert before > 0
+    assert len(seen) == len(rest) - 1 >= 8  # the last piece ends the answer, without a token
+
+
+def test_a_model_once_asked_for_hidden_states_decodes_as_fast() -> None:
+    model, processor = build("qwen3_vl")
+    inputs = stock_inputs(processor, MESSAGES)
+    model.generate(**inputs, **TOKENS, output_hidden_states=True, return_dict_in_generate=True)
+    assert model.get_decoder().layers[0]._forward_hooks, "Transformers leaves none any more"
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        vlm.chat(MESSAGES, **TOKENS)
+        assert _steps(vlm) > 0
+
+
+def _scale(model: Any) -> None:
+    model.get_decoder().layers[1].self_attn.scaling *= 1.7
+
+
+def _exchange_layers(model: Any) -> None:
+    layers = model.get_decoder().layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _hook_a_layer(model: Any) -> None:
+    model.get_decoder().layers[1].register_forward_hook(lambda module, args, out: out * 1.3)
+
+
+def _replace_a_method(model: Any) -> None:
+    layer = model.get_decoder().layers[1]
+    forward = layer.forward
+    layer.forward = lambda *given, **named: forward(*given, **named) * 1.2
+
+
+def _hook_the_positions(model: Any) -> None:
+    rotary = model.get_decoder().rotary_emb
+    rotary.register_forward_hook(lambda module, args, out: (out[0] * 1.3, out[1]))
+
+
+def _exchange_the_head(model: Any) -> None:
+    old = model.lm_head
+    model.lm_head = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+
+
+def _exchange_halves(model: Any) -> None:
+    mlp = model.get_decoder().layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def _write_a_norm(model: Any) -> None:
+    with torch.no_grad():
+        model.get_decoder().layers[1].post_attention_layernorm.weight.mul_(2.0)
+
+
+CHANGES = [
+    *(_scale, _exchange_layers, _hook_a_layer, _replace_a_method, _hook_the_positions),
+    *(_exchange_the_head, _exchange_halves, _write_a_norm),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_two_calls_is_seen(change: Any) -> None:
+    model, processor = build("qwen3_vl")
+    inputs = stock_inputs(processor, [turn("What is it?", picture(1))])
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        before = vlm.generate(**inputs, **ASKED)
+        assert _steps(vlm) > 0
+        change(model)
+        after = vlm.generate(**inputs, **ASKED)
+    assert not torch.equal(before.logits[-1], after.logits[-1])
+    with ks.wrap(model, processor, drafts=False) as vlm:
+        afresh = vlm.generate(**inputs, **ASKED)
+    assert all(map(torch.equal, after.logits, afresh.logits))

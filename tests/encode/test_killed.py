@@ -1,0 +1,123 @@
+"""A run that is killed at any moment, again and again, ends as if it had never been.
+
+Real processes and kill -9. What a run reported as encoded must be there for the next one, which may
+do again only what was never reported, and in the end every package is there, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.encode_parts import png, table, tar
+from support.hostile import finished, start
+
+import keepsight as ks
+from keepsight.encode import encode
+
+IMAGES = 60
+RUN = """
+import json, sys, torch
+torch.set_num_threads(1)
+import keepsight as ks
+from keepsight.encode import encode
+with ks.load("demo", dtype="float32", store=sys.argv[2]) as vlm:
+    print("loaded", flush=True)
+    for result in encode([sys.argv[1]], vlm):
+        print(json.dumps(result.to_dict()), flush=True)
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files, an archive and a table; some images twice, some broken."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(IMAGES - 20):
+        (folder / f"p{number:03}.png").write_bytes(png(number))
+    (folder / "broken.png").write_bytes(b"nothing")
+    tar(folder / "t.tar", [(f"{n}.png", png(n)) for n in range(30, 50)])
+    table(folder / "t.parquet", {"image": [png(n) for n in range(45, IMAGES)]}, row_group_size=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What a run leaves that nobody interrupts."""
+    store = tmp_path_factory.mktemp("whole")
+    ran(photos, store)
+    found = files(store)
+    assert len(found) == IMAGES
+    return found
+
+
+def files(store: Path) -> dict[str, bytes]:
+    """Every package file in a store, byte for byte."""
+    named = (path for path in store.rglob("*.sight") if not path.name.startswith("."))
+    return {path.name: path.read_bytes() for path in named}
+
+
+def ran(photos: Path, store: Path) -> list[dict[str, Any]]:
+    """What a whole run reports."""
+    with ks.load("demo", dtype="float32", store=store) as vlm:
+        return [result.to_dict() for result in encode([photos], vlm)]
+
+
+def interrupted(photos: Path, store: Path, seconds: float) -> list[dict[str, Any]]:
+    """What a run reports until it is killed, some time after it has loaded its model."""
+    process = start(RUN, photos, store)
+    if process.stdout is None or process.stdout.readline() != "loaded\n":
+        raise RuntimeError(process.communicate()[1])
+    time.sleep(seconds)
+    process.kill()
+    said, _ = process.communicate(timeout=60)
+    lines = said.rsplit("\n", 1)[0].split("\n")
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def crash(photos: Path, store: Path, whole: dict[str, bytes], kills: int, seed: int) -> None:
+    moment = random.Random(seed)
+    reported: set[str] = set()
+    for _ in range(kills):
+        told = interrupted(photos, store, moment.uniform(0.0, 1.5))
+        encoded = {result["feature_id"] for result in told if result["status"] == "encoded"}
+        assert not encoded & reported, "what was reported before was encoded again"
+        reported |= encoded
+        there = files(store)
+        assert {f"{feature_id}.sight" for feature_id in reported} <= there.keys()
+        assert there.items() <= whole.items(), "a file that is half, or other"
+    last = ran(photos, store)
+    assert [r["status"] for r in last].count("broken") == 1 and len(last) == 76
+    assert not {r["feature_id"] for r in last if r["status"] == "encoded"} & reported
+    assert files(store) == whole
+    with ks.load("demo", dtype="float32", store=store) as vlm:
+        assert vlm.runtime.store.check() == []
+        assert {r.status for r in encode([photos / "p*.png"], vlm)} == {"kept"}
+
+
+def test_a_run_killed_twice_is_as_one_that_was_not(
+    photos: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    crash(photos, tmp_path, whole, kills=2, seed=1)
+
+
+@pytest.mark.slow
+def test_a_run_killed_many_times_is_as_one_that_was_not(
+    photos: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    for seed in range(4):
+        crash(photos, tmp_path / str(seed), whole, kills=8, seed=seed)
+
+
+def test_two_machines_may_do_the_same_work_at_once(
+    photos: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    both: list[subprocess.Popen[str]] = [start(RUN, photos, tmp_path) for _ in range(2)]
+    said = [finished(process) for process in both]
+    assert all(text.endswith("done\n") for text in said)
+    assert files(tmp_path) == whole

@@ -1,0 +1,198 @@
+"""Law 2 and law 1: warm equals cold bit for bit, and both answer as stock Transformers does.
+
+Every comparison is with something computed afresh: a second memory around the same model for
+"cold", a plain `model.generate` from pixels for "stock". Controls show that the pictures matter.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.answers import assert_like_stock, cold, conversation, logits
+from support.models import build, picture, turn
+
+import keepsight as ks
+
+# Through messages; the shipped suite does the same for every family, through tensors.
+SOME = ["qwen3_vl", "qwen3_5", "sliding", "internvl"]
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_warm_equals_cold_and_stock(kind: str) -> None:
+    model, processor = build(kind)
+    with ks.wrap(model, processor) as vlm:
+        for messages in conversation():
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+            assert_like_stock(vlm, messages)
+            vlm.runtime.tree.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_warm_equals_cold_in_bfloat16(kind: str, attention: str) -> None:
+    model, processor = build(kind, torch.bfloat16)
+    model.set_attn_implementation(attention)
+    with ks.wrap(model, processor) as vlm:
+        for messages in conversation():
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+    model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_demo_models_warm_equals_cold(demo: Any, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(demo.model).to(dtype)  # cast back, it would be another model
+    with ks.wrap(model, demo.processor) as vlm:
+        for messages in conversation():
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "internvl"])
+def test_pictures_matter(kind: str) -> None:
+    """The control without which every test above could pass by not looking."""
+    model, processor = build(kind)
+    with ks.wrap(model, processor) as vlm:
+        question = "What do you see in this picture here?"
+        one = logits(vlm, [turn(question, picture(1))])
+        other = logits(vlm, [turn(question, picture(2))])
+        assert float((one - other).abs().max()) > 1e-2 * float(one.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding"])
+def test_interleaved_conversations_do_not_touch(kind: str) -> None:
+    model, processor = build(kind)
+    with ks.wrap(model, processor) as vlm:
+        one, two = vlm.session(), vlm.session("You are brief.")
+        one_a = one.ask("Look.", picture(1), max_new_tokens=4)
+        two_a = two.ask("Look.", picture(2, 160, 96), max_new_tokens=4)
+        one_b = one.ask("What colour?", max_new_tokens=4)
+        two_b = two.ask("What colour?", picture(3), max_new_tokens=4)
+        for session, last in ((one, one_b), (two, two_b)):
+            with ks.wrap(model, processor) as fresh:
+                again = fresh.chat(session.messages[:-1], max_new_tokens=4)
+            assert again.tokens == last.tokens
+        assert one_a.usage.images_encoded == two_a.usage.images_encoded == 1
+        assert one_b.usage.cached_tokens and two_b.usage.cached_tokens
+
+
+def test_one_changed_pixel_is_a_miss(demo: Any) -> None:
+    image = picture(1)
+    before = demo.ask(image, "Describe it.")
+    changed = image.copy()
+    red, green, blue = changed.getpixel((48, 48))
+    changed.putpixel((48, 48), ((red + 128) % 256, green, blue))
+    after = demo.ask(changed, "Describe it.")
+    assert before.usage.images_encoded == after.usage.images_encoded == 1
+    image.putpixel((48, 48), ((red + 128) % 256, green, blue))  # the same object, in place
+    third = demo.ask(image, "Describe it.")
+    assert third.usage.images_encoded == 0 and third.tokens == after.tokens
+
+
+@pytest.mark.parametrize("budget", [0, 1, 200_000])
+def test_tiny_budgets_change_no_bit(demo_parts: Any, budget: int) -> None:
+    for model, processor in demo_parts.values():
+        with ks.wrap(model, processor, cache_budget=budget, vision_budget=budget) as vlm:
+            for messages in conversation()[:5]:
+                assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+                vlm.runtime.tree.check()
+            assert vlm.stats()["prefix"]["bytes"] <= budget
+            assert vlm.stats()["features"]["bytes"] <= budget
+
+
+def test_evicted_parent_and_states(demo: Any) -> None:
+    """Whatever is let go of in the middle of a path, the answer stays the same."""
+    messages = conversation()[2]
+    expected = cold(demo, messages)
+    assert torch.equal(logits(demo, messages), expected)
+    tree = demo.runtime.tree
+    while tree.nbytes:
+        tree.evict(1)
+        tree.check()
+        demo.runtime.engine.lanes.clear()
+        longest = logits(demo, messages)
+        assert torch.equal(longest, expected)
+        tree.evict(tree.nbytes // 2 + 1)
+        if tree.nbytes < 10_000:
+            break
+        tree.evict(tree.nbytes)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
+def test_restart_answers_from_disk(
+    demo_parts: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = demo_parts[name]
+    messages = conversation()[1]
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
+        before = logits(vlm, messages)
+        vlm.flush()
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
+        monkeypatch.setattr(type(vlm.runtime.family), "encoder", property(lambda _: _raise))
+        after = logits(vlm, messages)
+        assert torch.equal(before, after)
+        reply = vlm.chat([*messages, turn("Fine.", role="assistant"), turn("More?")])
+        assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
+        assert vlm.stats()["features"]["preprocessed"] == 0
+
+
+def _raise(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("this must not run on a warm turn")
+
+
+def test_batch_equals_one_by_one() -> None:
+    model, processor = build("qwen3_vl")
+    texts, images = [], [picture(1), picture(2, 160, 96), picture(3)]
+    messages = [
+        [turn("One picture.", images[0])],
+        [turn("Two of them in a longer prompt.", images[1], images[2])],
+        [turn("None.")],
+    ]
+    for m in messages:
+        texts.append(processor.apply_chat_template(m, add_generation_prompt=True, tokenize=False))
+    processor.tokenizer.padding_side = "left"
+    batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    stock = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    with ks.wrap(model, processor) as vlm:
+        ours = vlm.generate(**batch, max_new_tokens=6, do_sample=False)
+        assert torch.equal(ours, stock)
+        again = vlm.generate(
+            **batch, max_new_tokens=6, do_sample=False, return_dict_in_generate=True
+        )
+        assert torch.equal(again.sequences, stock)
+        assert again.usage.cached_tokens == again.usage.prompt_tokens
+        for row, alone in enumerate(messages):
+            reply = vlm.chat(alone, max_new_tokens=6, do_sample=False)
+            width = batch["input_ids"].shape[1]
+            assert stock[row, width : width + len(reply.tokens)].tolist() == reply.tokens
+
+
+def test_a_prompt_of_several_passes() -> None:
+    model, processor = build("qwen3_5")
+    text = "many words in a row " * 700
+    messages = [turn(text, picture(1))]
+    with ks.wrap(model, processor) as vlm:
+        prompt = vlm.render(messages)
+        assert len(prompt) > 2 * 2048
+        first = logits(vlm, messages)
+        longer = [*messages, turn("Yes.", role="assistant"), turn("And?", picture(2))]
+        assert torch.equal(logits(vlm, longer), cold(vlm, longer))
+        assert torch.equal(logits(vlm, messages), first)
+
+
+def test_an_image_longer_than_a_pass_is_cut_inside() -> None:
+    """A causal family may be cut inside an image; its features are then fed in parts."""
+    model, processor = build("qwen3_vl")
+    options = {"size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 4096 * 32 * 32}}
+    image = picture(1, 1472, 1472)  # 2,116 tokens
+    with ks.wrap(model, processor, image_options=options) as vlm:
+        messages = [turn("Big.", image)]
+        prompt = vlm.render(messages)
+        assert any(a < 2048 < b for a, b in prompt.ranges[0])
+        warm = [*messages, turn("Yes.", role="assistant"), turn("Again.")]
+        vlm.chat(messages, max_new_tokens=1)
+        report = vlm.verify(warm, stock=True)
+        assert report.equal and report.cached_tokens > 2048
+        assert report.stock_max_difference < 1e-4 * report.stock_scale

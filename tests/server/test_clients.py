@@ -1,0 +1,238 @@
+"""`keepsight serve` as people meet it: command line, examples, curl, Node, a closing server.
+
+Node's client is installed once under `build/`, which git ignores; where that cannot be done the
+test says why it is skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server_harness import Live, Scripted, answered, live, served
+from typer.testing import CliRunner
+
+import keepsight as ks
+from keepsight import Ticket
+from keepsight.cli.app import app
+from keepsight.errors import Closed
+from keepsight.report import Piece
+
+ROOT = Path(ks.__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+PICTURE = str(EXAMPLES / "picture.png")
+
+
+@pytest.fixture(scope="module")
+def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor) as vlm, live(vlm) as it:
+        yield it
+
+
+def run(server: Live, *command: str) -> str:
+    environment = {**os.environ, "KEEPSIGHT_URL": f"{server.url}/v1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_python_example(server: Live) -> None:
+    out = run(server, sys.executable, str(EXAMPLES / "chat.py"), PICTURE)
+    assert "A small green triangle in the center on a black background." in out
+    assert "[image 0: reused, memory]" in out
+
+
+def test_the_agents_loop_computes_only_what_is_new(server: Live) -> None:
+    lines = run(server, sys.executable, str(EXAMPLES / "agent.py")).splitlines()
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 4 and all(line.endswith("1 encoded") for line in steps)
+    counts = [[int(word) for word in line.split() if word.isdigit()] for line in steps]
+    for before, after in itertools.pairwise(counts):
+        assert after[1] >= before[0] - 16  # all of the last step's prompt but its last words
+    for step, colour in enumerate(("red", "green", "blue", "yellow")):
+        assert colour in lines[2 * step + 1]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+def test_the_curl_example(server: Live) -> None:
+    reply = json.loads(run(server, "sh", str(EXAMPLES / "chat.sh"), PICTURE))
+    assert "green triangle" in reply["choices"][0]["message"]["content"]
+
+
+def node_modules() -> Path:
+    """Where `openai` for Node is, installed now if it is not."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("there is no node, or no npm")
+    folder = ROOT / "build" / "node"
+    if not (folder / "node_modules" / "openai").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), "openai"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if done.returncode != 0:
+            pytest.skip(f"npm install openai failed: {done.stderr[-200:]}")
+    return folder / "node_modules"
+
+
+def test_the_node_example(server: Live, tmp_path: Path) -> None:
+    (tmp_path / "node_modules").symlink_to(node_modules())
+    shutil.copy(EXAMPLES / "chat.mjs", tmp_path)
+    out = run(server, "node", str(tmp_path / "chat.mjs"), PICTURE)
+    assert out.count("A small green triangle in the center on a black background.") == 2
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def test_serve_from_start_to_end(tmp_path: Path) -> None:
+    """A configuration, a request, a line in the log without a word of it, an orderly end."""
+    config = tmp_path / "server.toml"
+    config.write_text('model_name = "mine"\n[[keys]]\nname = "ann"\nkey = "ann-key"\n')
+    with served("--config", str(config), log=True) as server:
+        body: dict[str, Any] = {"model": "mine", "user": "somebody"}
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+        headers = {"authorization": "Bearer ann-key", "content-type": "application/json"}
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            said = json.load(answer)["choices"][0]["message"]["content"]
+        server.process.send_signal(signal.SIGTERM)
+        _, log = server.process.communicate(timeout=60)
+    assert server.process.returncode == 0
+    [line] = [json.loads(text) for text in log.splitlines() if text.startswith("{")]
+    assert line["path"] == "/v1/chat/completions" and line["status"] == 200
+    assert line["key"] == "ann" and line["user"] == "somebody"
+    assert line["prompt_tokens"] > 0 and line["first_token_ms"] > 0
+    assert "Hello" not in log and said not in log and "ann-key" not in log
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name)
+    )
+    done = CliRunner().invoke(app, ["serve", "demo"])
+    assert done.exit_code == 2 and "extra 'server'); run: pip install" in done.output
+
+
+class Endless(Scripted):
+    """A scheduler whose answers have no end, until it is closed."""
+
+    def submit(self, messages: Any, **options: Any) -> Ticket:
+        ticket = Ticket(options["on_piece"], options["on_done"])
+        self.tickets.append(ticket)
+        ticket.put(Piece("word ", 1))
+        return ticket
+
+    def close(self, drain: float | None = None) -> None:
+        for ticket in self.tickets:
+            if not ticket.done.is_set():
+                ticket.end(Closed("closed"))
+
+
+def test_what_is_cut_off_at_the_end_is_told_why(demo_parts: Any) -> None:
+    model, processor = demo_parts["demo"]
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    ends: dict[str, Any] = {}
+    with ks.wrap(model, processor) as vlm, live(vlm, script := Endless()) as server:
+        server.server._drain = 0.2
+
+        def whole() -> None:
+            ends["whole"] = server.chat(body)
+
+        def stream() -> None:
+            asked = {"model": "demo", **body, "stream": True}
+            ends["stream"] = server.events("/v1/chat/completions", asked)
+
+        def slow() -> None:  # one whose body never comes
+            with server.raw() as connection:
+                connection.sendall(
+                    b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+                )
+                ends["slow"] = answered(connection)
+
+        threads = [threading.Thread(target=one) for one in (whole, stream, slow)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 30
+        while len(script.tickets) < 2 or len(server.server.server_state.tasks) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.server.handle_exit(signal.SIGTERM, None)
+        for thread in threads:
+            thread.join(20)
+    assert ends["whole"][0] == 503 and ends["whole"][1]["error"]["code"] == "shutting_down"
+    assert ends["stream"][-1]["error"]["code"] == "shutting_down"
+    assert ends["slow"][0] == 503 and ends["slow"][1]["error"]["code"] == "shutting_down"
+
+
+def test_a_closing_server_finishes_what_runs(server: Live) -> None:
+    """What streams is finished; new requests are told to come again; then it stops."""
+    script = Scripted(*["word "] * 60, wait=0.03)
+    with live(server.service.vlm, script) as closing:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        events: list[Any] = []
+        reader = threading.Thread(
+            target=lambda: events.extend(closing.events("/v1/chat/completions", body))
+        )
+        reader.start()
+        assert script.begun.wait(30)
+        closing.server.handle_exit(signal.SIGTERM, None)
+        status, refused, headers = closing.chat({"messages": body["messages"]})
+        assert status == 503 and refused["error"]["code"] == "shutting_down"
+        assert headers["retry-after"] and closing.call("/health")[0] == 503
+        reader.join(30)
+        assert events[-1] == "[DONE]" and len(script.tickets) == 1
+        assert sum("word" in json.dumps(event) for event in events) == 60
+
+
+# -- whatever the schema allows, and what it does not ------------------------------------------
+
+
+def fuzz(url: str, *options: str) -> None:
+    """Schemathesis over the server's own schema: no 5xx, nothing that the schema does not say."""
+    checks = (
+        "not_a_server_error,status_code_conformance,content_type_conformance,"
+        "response_schema_conformance,negative_data_rejection"
+    )
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
+        *("--checks", checks, "--seed", "1", "--generation-database", "none"),
+        *("--request-timeout", "60", "--exclude-path", "/docs", *options),
+    ]
+    (ROOT / "build").mkdir(exist_ok=True)  # where it may leave files
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "build")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def brief(server: Live) -> Iterator[Live]:
+    """A server whose answers are short."""
+    with live(server.service.vlm, max_tokens=2) as it:
+        yield it
+
+
+def test_fuzzing(brief: Live) -> None:
+    fuzz(brief.url, "--phases", "fuzzing", "--max-examples", "6")
+    assert brief.call("/health")[0] == 200
+
+
+@pytest.mark.slow
+def test_fuzzing_for_long(brief: Live) -> None:
+    fuzz(brief.url, "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "100")
+    assert brief.service.vlm.stats()["prefix"]["held_bytes"] == 0

@@ -1,0 +1,318 @@
+"""What is remembered, over the API: pictures by their keys, looking without a trace, tiers told."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server_harness import TEMPLATE, Live, asked, bearer, live, opening, scene
+
+import keepsight as ks
+from keepsight.media.naming import Namer
+from keepsight.server.config import ApiKey
+from keepsight.store import layout
+
+KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
+UNKNOWN = "0" * 64
+
+
+@pytest.fixture
+def locked(demo_parts: dict[str, Any], tmp_path: Path) -> Iterator[Live]:
+    """A server with keys and a store; nothing is remembered."""
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, store=tmp_path) as vlm:
+        with live(vlm, keys=KEYS) as server:
+            yield server
+
+
+def about(seed: int) -> dict[str, Any]:
+    return {"model": "demo", "messages": asked(scene(seed))}
+
+
+def prepared(server: Live, seed: int, who: str) -> str:
+    """Have a picture remembered; its key, as the report tells it."""
+    told = server.call("/v1/prepare", about(seed), headers=bearer(who))[1]["report"]
+    return str(told["images"][0]["key"])
+
+
+def held(server: Live, who: str, query: str = "") -> dict[str, bool]:
+    """The pictures in memory, and whether each is pinned."""
+    rows = server.call(f"/v1/cache/images{query}", headers=bearer(who))[1]["data"]
+    return {row["key"]: row["pinned"] for row in rows}
+
+
+def act(server: Live, what: str, who: str, *keys: str, **more: Any) -> tuple[int, Any]:
+    body = {"model": "demo", "images": list(keys), **more}
+    return server.call(f"/v1/cache/{what}", body, headers=bearer(who))[:2]
+
+
+def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
+    key, other = prepared(locked, 70, "ann"), prepared(locked, 71, "ann")
+    assert held(locked, "ann") == {key: False, other: False}
+    assert act(locked, "pin", "ann", key)[1]["images"] == [key]
+    assert held(locked, "ann") == {key: True, other: False}
+    locked.service.vlm.flush()
+    store = locked.service.vlm.runtime.store_of("ann")
+    pins = {e.media[0]: e.pinned for e in store.entries() if e.kind == "package"}
+    assert pins == {key: True, other: False}
+    assert act(locked, "pin", "ann", key, pinned=False)[0] == 200
+    assert held(locked, "ann") == {key: False, other: False}
+    status, told = act(locked, "delete", "ann", key)
+    assert status == 200 and told["bytes_freed"] > 0 and told["images"] == [key]
+    assert list(held(locked, "ann")) == [other]
+    assert not any(key in entry.media for entry in store.entries()), "it is on no disk either"
+    report = locked.call("/v1/cache/explain", about(70), headers=bearer("ann"))[1]["report"]
+    assert report["cached_tokens"] == opening(report), "what stands before the other one as well"
+    assert report["images"][0]["features"] == "tower"
+    assert act(locked, "delete", "ann", key)[1]["bytes_freed"] == 0  # gone is gone
+
+
+def test_salts_of_one_key_have_one_quota_on_disk(
+    demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
+    quota = 300_000
+    limits = {"store": tmp_path, "tenant_quota": quota}
+    with ks.wrap(*demo_parts["demo"], **limits) as vlm, live(vlm, keys=KEYS) as server:
+        assert prepared(server, 73, "bob")
+        for n in range(8):
+            body = {**about(74), "cache_salt": "one" if n % 2 else f"number {n}"}
+            assert server.call("/v1/prepare", body, headers=bearer("ann"))[0] == 200
+            vlm.flush()
+        bob = tmp_path / layout.tenant_prefix(layout.tenant_digest("bob"))
+        everything = [file for file in tmp_path.glob("tenants/*/*/??/*") if file.is_file()]
+        of_bob = sum(file.stat().st_size for file in everything if bob in file.parents)
+        assert 0 < of_bob <= quota
+        assert quota // 2 < sum(file.stat().st_size for file in everything) - of_bob <= quota
+        report = server.call("/v1/cache/explain", about(73), headers=bearer("bob"))[1]["report"]
+        assert report["images"][0]["features"] != "tower"
+
+
+def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
+    locked: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepsight.core.runtime.MAX_SALTS", 2)
+    monkeypatch.setattr("keepsight.core.runtime.MAX_TENANTS", 2)
+    key = prepared(locked, 73, "ann")
+    assert act(locked, "pin", "ann", key)[0] == 200
+    known = set(locked.service.vlm.runtime.visions)
+    for n in range(20):
+        for path in ("stats", "images"):
+            query = f"/v1/cache/{path}?cache_salt=number{n}"
+            assert locked.call(query, headers=bearer("bob"))[0] == 200
+    assert set(locked.service.vlm.runtime.visions) == known
+    for n in range(6):
+        body = {**about(74), "cache_salt": f"number{n}"}
+        assert locked.call("/v1/prepare", body, headers=bearer("bob"))[0] == 200
+    said = [
+        locked.call("/v1/cache/pin", {**about(74), "cache_salt": f"pin{n}"}, headers=bearer("bob"))[
+            :2
+        ]
+        for n in range(5)
+    ]
+    assert [status for status, _ in said] == [200, 200, 400, 400, 400]
+    assert said[-1][1]["error"]["code"] == "pins_full"
+    assert held(locked, "ann") == {key: True}
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "zoom", "description": "Look closer.", "parameters": {"type": "object"}},
+}
+
+
+def test_a_pinned_conversation_has_its_tools(demo_parts: dict[str, Any]) -> None:
+    body = {**about(76), "tools": [TOOL]}
+    with ks.wrap(*demo_parts["demo"], chat_template=TEMPLATE) as vlm, live(vlm) as server:
+        status, told = server.call("/v1/cache/pin", body)[:2]
+        assert status == 200, told
+        report = server.call("/v1/cache/explain", body)[1]["report"]
+        assert report["cached_tokens"] >= report["prompt_tokens"] - 16
+        vlm.runtime.tree.evict(1 << 40)
+        assert server.call("/v1/cache/explain", body)[1]["report"]["cached_tokens"] > 0
+        for more in ({"pictures_only": True}, {"messages": None, "images": [UNKNOWN]}):
+            told = server.call("/v1/cache/pin", {**body, **more})[1]
+            assert told["error"]["param"] == "tools"
+
+
+def test_a_key_of_another_tenant_is_one_that_nobody_has(locked: Live) -> None:
+    key = prepared(locked, 72, "ann")
+    for who in ("bob", "root"):
+        hidden, absent = (act(locked, "pin", who, one) for one in (key, UNKNOWN))
+        assert hidden[0] == absent[0] == 404
+        assert str(hidden[1]).replace(key, UNKNOWN) == str(absent[1])
+        hidden, absent = (act(locked, "delete", who, one) for one in (key, UNKNOWN))
+        assert str(hidden).replace(key, UNKNOWN) == str(absent)
+    assert act(locked, "delete", "ann", key, cache_salt="other")[1]["bytes_freed"] == 0
+    assert held(locked, "ann") == {key: False}
+
+
+def test_a_picture_that_only_the_disk_has_is_pinned_and_deleted(locked: Live) -> None:
+    key, vlm = prepared(locked, 73, "ann"), locked.service.vlm
+    vlm.flush()
+    vlm.clear()
+    assert held(locked, "ann") == {}
+    assert held(locked, "ann", "?stored=true") == {key: False}
+    assert held(locked, "bob", "?stored=true") == {}
+    assert act(locked, "pin", "ann", key)[0] == 200
+    [row] = locked.call("/v1/cache/images?stored=true", headers=bearer("ann"))[1]["data"]
+    assert row["pinned"] and row["tier"] == "disk" and row["bytes"] > 0
+    store = vlm.runtime.store_of("ann")
+    assert [e.pinned for e in store.entries() if e.kind == "package"] == [True]
+    assert act(locked, "delete", "ann", key)[1]["bytes_freed"] > 0
+    assert not any(key in entry.media for entry in store.entries())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"images": []}, "images"),
+        ({"images": ["x"]}, "images[0]"),
+        ({"images": [UNKNOWN], "messages": asked(scene(1))}, "images"),
+        ({"images": [UNKNOWN], "pictures_only": True}, "pictures_only"),
+        ({"images": [UNKNOWN], "max_pixels": 4096}, "max_pixels"),
+    ],
+)
+def test_what_is_meant_is_said_once(locked: Live, body: dict[str, Any], param: str) -> None:
+    for path in ("/v1/cache/pin", "/v1/cache/delete"):
+        status, told, _ = locked.call(path, {"model": "demo", **body}, headers=bearer("ann"))
+        assert status == 400 and told["error"]["param"] == param
+    wrong = {"model": "gpt", "images": [UNKNOWN]}
+    assert locked.call("/v1/cache/delete", wrong, headers=bearer("ann"))[0] == 404
+
+
+def test_flushing_is_an_administrators(locked: Live) -> None:
+    assert locked.call("/v1/cache/flush", {}, headers=bearer("ann"))[0] == 403
+    told = locked.call("/v1/cache/flush", {}, headers=bearer("root"))[1]
+    assert told == {"object": "cache.flush", "stored": True}
+
+
+# -- looking without a trace -------------------------------------------------------------------
+
+
+def test_explaining_moves_and_remembers_nothing(demo: Any, tmp_path: Path) -> None:
+    """Not what is on the disk, not what is least useful in memory, not the picture itself."""
+    with ks.wrap(demo.model, demo.processor, store=tmp_path) as vlm, live(vlm) as server:
+        for seed in (74, 75):
+            server.call("/v1/prepare", about(seed))
+        vlm.flush()
+        vlm.clear()
+        before = trace(vlm)
+        for seed in (74, 76):  # known on the disk, and never seen
+            told = server.call("/v1/cache/explain", about(seed))[1]["report"]
+            known = told["cached_tokens"] == told["prompt_tokens"]
+            assert known == (seed == 74)
+        assert told["images"][0]["features"] == "tower"
+        assert trace(vlm) == before
+        server.call("/v1/prepare", about(74))
+        server.call("/v1/prepare", about(75))
+        before = trace(vlm)
+        server.call("/v1/cache/explain", about(74))
+        assert trace(vlm) == before, "it would now outlive what was used later"
+
+
+def trace(vlm: Any) -> Any:
+    """All that says what is where, and what goes first."""
+    memory = vlm.runtime
+    vlm.flush()
+    nodes = {
+        (node.end, node.code): (node.tier, sorted(node.ends), node.holds)
+        for node in memory.tree.nodes()
+        if node.tier
+    }
+    order = [(node.end, node.code) for node in memory.tree.device.order]
+    shelves = [list(shelf._held) for shelf in (memory.caches.packages, memory.caches.pixels)]
+    entries = {(entry.kind, entry.key) for entry in memory.store_of("").entries()}
+    counts = (memory.tree.promotions, memory.engine.prefill_tokens)
+    return nodes, order, shelves, entries, counts
+
+
+def test_a_whole_prompt_says_from_which_tier_it_came(
+    demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
+    model, processor = demo_parts["demo"]
+    body = {"messages": asked(scene(77)), "max_tokens": 4, "keepsight": {"report": True}}
+    with ks.wrap(model, processor, store=tmp_path) as vlm, live(vlm) as server:
+        server.chat(body)
+        vlm.flush()
+        vlm.clear()
+        for tier in ("disk", "memory"):
+            report = server.chat(body)[1]["keepsight"]["report"]
+            assert {(s["reason"], s["tier"]) for s in report["segments"]} == {
+                ("whole prompt", tier)
+            }
+            assert [image["tier"] for image in report["images"]] == [tier]
+        vlm.clear()
+        parts = [{"type": "image", "image": scene(78)}, {"type": "text", "text": "Well?"}]
+        told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
+        tiers = {
+            s.status: {t.tier for t in told.segments if t.status == s.status} for s in told.segments
+        }
+        assert tiers == {"reused": {"disk"}, "computed": {None}}, "what is computed lay nowhere"
+        vlm.flush()
+        vlm.clear()
+        told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
+        assert "whole prompt, from disk" in str(told)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_pictures_are_opened_without_the_model(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one would stop everybody's tokens while it is decoded."""
+    look, has_it = Namer.look, []
+
+    with ks.load("demo") as vlm, live(vlm) as server:
+
+        def watched(*given: Any) -> Any:
+            has_it.append(vlm.runtime.lock._owner is not None)
+            return look(*given)
+
+        monkeypatch.setattr(Namer, "look", watched)
+        body = {"model": "demo", "messages": asked(scene(60)), "pictures_only": only}
+        for path in ("/v1/cache/pin", "/v1/cache/delete"):
+            status, told, _ = server.call(path, body)
+            assert status == 200 and len(told["images"]) == 1
+        assert has_it and not any(has_it)
+        assert server.call("/v1/cache/images")[1]["data"] == []
+
+
+def test_a_conversation_is_saved_as_a_file_of_its_tenant(
+    locked: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))  # no disk is touched
+    vlm = locked.service.vlm
+    body = about(77)
+    body["messages"].append({"role": "assistant", "content": "A shape."})
+    answer, before = {}, vlm.stats("ann")["features"]["packages"]
+    request = urllib.request.Request(
+        f"{locked.url}/v1/cache/save",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", **bearer("ann")},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        answer = dict(reply.headers)
+        (tmp_path / "a.keep").write_bytes(reply.read())
+    assert answer["content-type"] == "application/octet-stream"
+    assert vlm.stats("ann")["features"]["packages"] == before + 1 and not held(locked, "bob")
+    session = vlm.resume(tmp_path / "a.keep", tenant="bob")
+    assert session.messages[1] == {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "A shape."}],
+    }
+    reply = session.ask("What is in the picture?")
+    assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 16
+
+
+def test_what_a_file_cannot_hold_is_refused_by_name(locked: Live) -> None:
+    for more in ({"tools": [tool()]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        status, said = locked.call("/v1/cache/save", {**about(78), **more}, headers=bearer("ann"))[
+            :2
+        ]
+        assert status == 400 and next(iter(more)) in said["error"]["message"]
+
+
+def tool() -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "parameters": {}}}
