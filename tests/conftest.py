@@ -75,7 +75,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _trees_can_be_checked() -> None:
-    import tree_invariants  # noqa: F401 (adds `tree.check()` and `runtime.check()`)
+    from support import tree_invariants  # noqa: F401 (adds `tree.check()` and `runtime.check()`)
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._listened: list[Sequence] = []  # those with a listener that has not heard their end
-        self._telling = self._told = False
+        self._telling = self._gave_way = False
         self.piece, self.max_running = PIECE, MAX_RUNNING
         self.longest_pass = PASS
         # A vision encoder alone has no words.
@@ -144,8 +144,8 @@ class Engine:
         """One pass; whether there is more to do. Under the lock an interrupt waits for its end."""
         self._sweep()
         # A first token that memory gave goes out before the next pass, but never two times in turn.
-        self._told = self._begin_waiting() and not self._told
-        if not self._told and (chosen := self._choose()):
+        self._gave_way = self._begin_waiting() and not self._gave_way
+        if not self._gave_way and (chosen := self._choose()):
             self._pass(chosen)
         self._tell()
         return self.busy

@@ -15,12 +15,13 @@ TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, ou
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="`make test` installs torchvision for this")
 def test_videos_are_as_stock_sees_them() -> None:
     tests = Path(__file__).parents[1]
+    checks = tests / "support" / "video_checks.py"
     done = subprocess.run(
         [
             sys.executable,
             "-W",
             "ignore",
-            str(tests / "support" / "video_checks.py"),
+            str(checks),
             str(TORCHVISION),
         ],
         capture_output=True,

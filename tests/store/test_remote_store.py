@@ -1,6 +1,6 @@
 """Stores at an address: the same promises, a line that fails, waits and lies, and other machines.
 
-The promises themselves are `support.StoreTests`; `trial://` (remote_lines.py) is a file
+The promises themselves are `support.StoreTests`; `trial://` (support/remote_lines.py) is a file
 system whose network does as it is told. A real S3 server runs where `moto` is installed.
 """
 

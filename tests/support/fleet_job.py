@@ -1,7 +1,7 @@
 """Features of packages against pixels in vLLM, on one checkpoint: what is asked, and what came.
 
 `python tests/support/fleet_job.py VLLM_PYTHON OUT.json` records the comparison, and docs/fleets.md
-quotes it; tests/export/test_fleet.py runs a part of it where `KEEPSIGHT_VLLM_PYTHON` names a Python.
+quotes it; test_fleet.py runs a part of it where `KEEPSIGHT_VLLM_PYTHON` names a Python.
 """
 
 from __future__ import annotations
