@@ -66,6 +66,7 @@ def page(results: Results, others: dict[str, Results]) -> str:
     for name, result in results.items():
         parts += _head(f"## {name.removesuffix('.json')}", result)
         for run in result["runs"]:
+            parts += [f"{line}\n" for line in tables.in_short(run)]
             warnings = [f"**{warning}**\n" for warning in tables.warnings(run)]
             parts += _folded(tables.title(run), [*warnings, *_markdown(tables.tables(run))])
     for name, found in others.items():
@@ -81,8 +82,10 @@ def _head(title: str, result: Record) -> list[str]:
 def _other(name: str, result: Record, mark: str = "##") -> list[str]:
     shape = " ".join(str(result.get(field, "")) for field in ("shape", "size", "dtype"))
     title = f"{mark} {OTHERS[name]}: {' '.join(shape.split())}"
-    told = _markdown(import_module(f"bench.{name}").tables(result))
-    return [*_head(title, result), *(_folded("Tables", told) if mark == "##" else told)]
+    module = import_module(f"bench.{name}")
+    told = _markdown(module.tables(result))
+    short = [f"- {line}\n" for line in getattr(module, "in_short", lambda _: ())(result)]
+    return [*_head(title, result), *short, *(_folded("Tables", told) if mark == "##" else told)]
 
 
 def _folded(title: str, parts: list[str]) -> list[str]:

@@ -417,6 +417,19 @@ def cost(workload: Workload, rounds: list[list[dict[str, Heard]]]) -> Record:
 # -- telling -------------------------------------------------------------------------------------
 
 
+def in_short(result: Record) -> Iterator[str]:
+    """How many times sooner than others' the later answers of each workload start."""
+    for workload in result["workloads"]:
+        ratios = [
+            f"{told['first_token_ratio']:.2f} times sooner than {name}'s"
+            for name, told in workload["later"].items()
+            if name != KEEPSIGHT
+        ]
+        if ratios and len(workload["steps"]) > 1:
+            about = f"{workload['name']} ({workload['about']})"
+            yield f"{about}: later answers start {', '.join(ratios)}."
+
+
 def tables(result: Record) -> Iterator[Told]:
     """Keepsight's times beside how many times slower each rival was."""
     others = [name for name in result["servers"] if name != KEEPSIGHT]
