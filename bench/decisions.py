@@ -6,8 +6,9 @@ does the same work for each question, so a few of them are timed and the time is
 result says how many. Cold is a memory that has seen nothing; warm has seen the picture. Seconds are
 the process's own, on one thread, so other work on the machine hardly changes them.
 
-With `--http` the same questions go to `keepsight serve` and to `transformers serve`, where that is
-installed (bench/rivals). These seconds are a client's: run it on a quiet machine.
+With `--http` the same questions go to `keepsight serve`, and to those others that are installed
+(bench/rivals): to `transformers serve` as decisions, to llama-server and vLLM as chats held to the
+labels. These seconds are a client's: run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import base64
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,23 +136,54 @@ def _over_http(
     about: Record = {"model": str(model), "state": "<p>", "assets": {"<p>": asset}}
     count, few = options.decisions, min(options.sample, options.decisions)
     there, _ = rivals(options.dtype, options.threads)
-    for rival in [one for one in there if one.name == "transformers serve"]:
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / "decision.json"
-            config.write_text(json.dumps({"labels": {"noul": labels}}))
-            theirs, slow = _heard(rival, model, config, {**about, "questions": _asked(0, few)})
-            own = keepsight_server(options.dtype, options.threads)
-            ours, quick = _heard(own, model, config, {**about, "questions": _asked(0, count)})
-        names = [f"q{number}" for number in range(few)]
-        whole = slow * count / few
-        yield {
-            "name": f"{count} decisions over HTTP, {rival.name}",
-            "stock_seconds": round(whole, 2),
-            "stock_timed_on": few,
-            "cold_seconds": round(quick, 3),
-            "times_cold": round(whole / quick, 1),
-            "worst_difference": max(abs(theirs[n]["noul"] - ours[n]["noul"]) for n in names),
-        }
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "decision.json"
+        config.write_text(json.dumps({"labels": {"noul": labels}}))
+        own = keepsight_server(options.dtype, options.threads)
+        ours, quick = _heard(own, model, config, {**about, "questions": _asked(0, count)})
+        for rival in there:
+            row: Record = {
+                "name": f"{count} decisions over HTTP, {rival.name}",
+                "cold_seconds": quick,
+            }
+            if rival.name == "transformers serve":
+                asked = {**about, "questions": _asked(0, few)}
+                theirs, slow = _heard(rival, model, config, asked)
+                row |= {"stock_seconds": slow * count / few, "stock_timed_on": few}
+                gaps = [abs(theirs[name]["noul"] - ours[name]["noul"]) for name in theirs]
+                row["worst_difference"] = max(gaps)
+            elif rival.name in _HELD:
+                row |= {"stock_seconds": _by_chats(rival, model, data, labels, count)}
+            else:
+                continue
+            yield {**row, "times_cold": row["stock_seconds"] / quick}
+
+
+# How a server without decisions is held to the labels: one chat for each question.
+_HELD: dict[str, Callable[[list[str]], Record]] = {
+    "llama-server": lambda labels: {"grammar": "root ::= " + " | ".join(map(json.dumps, labels))},
+    "vLLM": lambda labels: {"structured_outputs": {"choice": labels}},
+}
+
+
+def _by_chats(rival: Contestant, model: Path, data: str, labels: list[str], count: int) -> float:
+    """A client's seconds; the picture stands first, so that its prompt is read once."""
+    held = {"model": str(model), "temperature": 0, "max_tokens": 4, **_HELD[rival.name](labels)}
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    def answer(server: Running, text: str, *before: Record) -> str:
+        content = [*before, {"type": "text", "text": f"{text} {' or '.join(labels)}?"}]
+        asked = {**held, "messages": [{"role": "user", "content": content}]}
+        return str(server.post("/v1/chat/completions", asked)["choices"][0]["message"]["content"])
+
+    with Running(rival, model) as server, ThreadPoolExecutor(8 if rival.many else 1) as pool:
+        answer(server, "x")
+        begun = perf_counter()
+        found = [*pool.map(lambda n: answer(server, _question(n), image), range(count))]
+        spent = perf_counter() - begun
+    if not {text.strip() for text in found} <= set(labels):
+        raise RuntimeError(f"{rival.name} answered something else: {found}")
+    return spent
 
 
 def _heard(one: Contestant, model: Path, config: Path, asked: Record) -> tuple[Record, float]:
