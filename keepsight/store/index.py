@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -420,44 +421,48 @@ class Index:
     def remove(self, choose: Callable[[Base], Iterable[EntryName]]) -> Gone:
         """Remove what `choose` names, with all dependents, these first."""
 
-        def some(base: Base, gone: Gone) -> None:
-            deep = layers(choose(base), lambda name: upon(base, name))
-            for name in [name for layer in reversed(deep) for name in layer]:
-                if len(gone) < AT_ONCE and (
-                    row(base, name) or self.files.status(layout.place(*name))
-                ):
-                    gone[name] = self._remove(base, name)
+        def doomed(base: Base) -> Iterator[EntryName]:
+            for layer in reversed(layers(choose(base), lambda name: upon(base, name))):
+                for name in layer:
+                    if row(base, name) or self.files.status(layout.place(*name)):
+                        yield name
 
-        return self._removing(some)
+        return self._remove_all(doomed)
 
     def fit(self, scope: Scope, budget: int) -> Gone:
         """Remove the least recently used entries, leaves first, until the rest fits."""
 
-        def some(base: Base, gone: Gone) -> None:
+        def doomed(base: Base) -> Iterator[EntryName]:
             over = nbytes(base, scope) - budget
             leaves = _leaves(base, scope) if over > 0 else []
             while leaves and over > 0:
                 _, text, size, on = heapq.heappop(leaves)
-                gone[_name(text)] = self._remove(base, _name(text))
+                yield _name(text)
                 over -= size
-                for leaf in _leaves(base, ("name = ?", (on,))):
+                for leaf in _leaves(base, ("name = ?", (on,))):  # now that it is removed
                     heapq.heappush(leaves, leaf)
 
-        return self._removing(some)
+        return self._remove_all(doomed)
 
-    def _removing(self, some: Callable[[Base, Gone], None]) -> Gone:
-        """Remove entries, some in each transaction, as long as there are any."""
+    def _remove_all(self, doomed: Callable[[Base], Iterator[EntryName]]) -> Gone:
+        """Remove entries one by one, some in each transaction, as long as there are any."""
         gone: Gone = {}
+        some: Gone = {}  # their files are gone, whatever becomes of the rows
+
+        def remove_some(base: Base) -> None:
+            for name in islice(doomed(base), AT_ONCE):
+                some[name] = self._remove(base, name)
+
         while self.is_store():
-            removed: Gone = {}  # their files are gone, whatever becomes of the rows
-            self._remove_some(lambda base: some(base, removed))  # noqa: B023
-            self.files.remove_empty(layout.place(*name) for name in removed)
-            gone |= removed
-            if not removed:
+            some.clear()
+            self._change_though_full(remove_some)
+            self.files.remove_empty(layout.place(*name) for name in some)
+            gone |= some
+            if not some:
                 break
         return gone
 
-    def _remove_some(self, work: Callable[[Base], None]) -> None:
+    def _change_though_full(self, work: Callable[[Base], None]) -> None:
         for attempt in range(3):
             try:
                 return self.change(work)
