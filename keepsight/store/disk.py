@@ -60,7 +60,7 @@ class DiskStore(Store):
 
 
 class Disk(Writer):
-    """The entries of all tenants in one folder. `Keeper` says what its methods promise."""
+    """The entries of all tenants in one folder. `Store` says what its methods promise."""
 
     def __init__(self, folder: Folder, budget: int | None, quota: int | None, waiting: int) -> None:
         super().__init__(str(folder.root), waiting)

@@ -212,7 +212,7 @@ class Seen:
 
 
 class Remote(Writer):
-    """The entries of all tenants at one address. `Keeper` says what its methods promise."""
+    """The entries of all tenants at one address. `Store` says what its methods promise."""
 
     def __init__(self, link: Address, waiting: int) -> None:
         super().__init__(link.shown, waiting, UNREACHABLE)
@@ -351,17 +351,15 @@ class Remote(Writer):
             except (FileNotFoundError, DamagedFile):
                 self._link.write(layout.MARKER, [layout.marker_bytes()])
             self._is_marked = True
-        waiting = {job.name: job for job in jobs}
-        upon: dict[EntryName | None, list[EntryName]] = {}
-        for job in jobs:
-            upon.setdefault(job.base, []).append(job.name)
 
-        def write_one(name: EntryName) -> None:
-            became[name] = self._write_one(waiting[name])
+        def write_one(job: Job) -> None:
+            became[job.name] = self._write_one(job)
 
-        first = [job.name for job in jobs if job.base not in waiting]
-        for layer in layers(first, lambda name: upon.get(name, ())):
-            together(write_one, layer)
+        while jobs:
+            left = {job.name for job in jobs}
+            now = [job for job in jobs if job.base not in left] or jobs  # only damage makes circles
+            together(write_one, now)
+            jobs = [job for job in jobs if job not in now]
 
     def _write_one(self, job: Job) -> str:
         if job.base is not None and not self._is_there(job.base, ask=True):
