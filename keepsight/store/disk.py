@@ -160,7 +160,9 @@ class Disk(Writer):
         can be deleted. Between the two nobody removes the row, see `Index.remove`."""
         if self._files.is_gone() and self.health.state == OK:
             raise _gone(self.label)  # somebody may be moving it
-        self._mark()
+        if not self._is_marked or self._files.status(layout.MARKER) is None:
+            layout.mark(self._files.read_file, self._files.write, self.label)
+            self._is_marked = True
         there = [job.name for job in jobs if self._is_there(job.name)]
         begun: Began = {}
         try:
@@ -186,16 +188,6 @@ class Disk(Writer):
             for _, part in begun.values():
                 part.drop()
         self._fit({job.account for job in jobs}, begun, became)
-
-    def _mark(self) -> None:
-        """Write the marker before anything else: it says whose the folder is."""
-        if self._is_marked and self._files.status(layout.MARKER) is not None:
-            return
-        try:
-            layout.check_marker(self._files.read_file(layout.MARKER), self.label)
-        except (FileNotFoundError, NotADirectoryError, DamagedFile):
-            self._files.write(layout.MARKER, [layout.marker_bytes()])
-        self._is_marked = True
 
     def _begin(self, job: Job, became: dict[EntryName, str], begun: Began) -> None:
         """Write the file of an entry under a temporary name."""

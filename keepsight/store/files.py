@@ -224,45 +224,43 @@ class Folder:
 
     def is_there(self, name: EntryName) -> bool:
         """Whether an entry's file exists; it may have expired."""
+        return self._file(name) is not None
+
+    def _file(self, name: EntryName) -> os.stat_result | None:
         status = self.status(layout.place(*name))
-        return status is not None and stat.S_ISREG(status.st_mode)
+        return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def read(self, name: EntryName) -> Found:
         """Content and metadata of an entry, with every byte and the key checked."""
-        return read(self.path(layout.place(*name)), name)
+        path = self._path(name)
+        if name.kind in layout.NOTES:
+            return layout.read_entry(path.read_bytes(), name, str(path))
+        return layout.of_its_name(name, tensorfile.read(path, name.kind, layout.FORMAT), str(path))
 
     def read_record(self, name: EntryName) -> Found:
         """The same of a note; of tensors record and metadata, which are not checked further."""
-        path = self.path(layout.place(*name))
         if name.kind in layout.NOTES:
-            return read(path, name)
-        _refuse_pipes(path)
+            return self.read(name)
+        path = self._path(name)
         return layout.of_its_name(name, ({}, tensorfile.read_record(path)), str(path))
+
+    def _path(self, name: EntryName) -> Path:
+        """The path of an entry. Pipes and devices are refused: opening one may block forever."""
+        path = self.path(layout.place(*name))
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise DamagedFile(f"{path} is a pipe or a device and no file")
+        return path
 
     def entry(self, name: EntryName) -> Entry | None:
         """An entry as its file has it, not read in full; None if that is absent or no file."""
-        status = self.status(layout.place(*name))
-        if status is None or not stat.S_ISREG(status.st_mode):
+        status = self._file(name)
+        if status is None:
             return None
         metadata: Record = {}
         with contextlib.suppress(FileError, OSError):  # `check` tells; its bytes count until then
             metadata = self.read_record(name)[1]
         return layout.entry_of(name, metadata, status.st_size, status.st_mtime, status.st_atime)
-
-
-def read(path: Path, name: EntryName) -> Found:
-    """Content and metadata of the file of an entry, with every byte and the key checked."""
-    _refuse_pipes(path)
-    if name.kind in layout.NOTES:
-        return layout.read_entry(path.read_bytes(), name, str(path))
-    return layout.of_its_name(name, tensorfile.read(path, name.kind, layout.FORMAT), str(path))
-
-
-def _refuse_pipes(path: Path) -> None:
-    """Refuse pipes and devices: opening one may block forever."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise DamagedFile(f"{path} is a pipe or a device and no file")
 
 
 def together(work: Callable[[S], T], items: Iterable[S], most: int = _AT_ONCE) -> list[T]:

@@ -346,10 +346,7 @@ class Remote(Writer):
         """Write entries, several at once, but none before its base. So an interruption never leaves
         an entry without the one it depends on."""
         if not self._is_marked:
-            try:
-                layout.check_marker(self._link.read(layout.MARKER), self.label)
-            except (FileNotFoundError, DamagedFile):
-                self._link.write(layout.MARKER, [layout.marker_bytes()])
+            layout.mark(self._link.read, self._link.write, self.label)
             self._is_marked = True
 
         def write_one(job: Job) -> None:
