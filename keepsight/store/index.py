@@ -346,7 +346,6 @@ class Index:
             version = base.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _PARTIAL, _COMPLETE):
                 raise sqlite3.DatabaseError("it is of another version")
-            self._is_read_only = bool(base.execute("PRAGMA query_only").fetchone()[0])
             if version != _COMPLETE and not self._is_read_only:
                 self._fill(base)
         except BaseException:
@@ -359,18 +358,20 @@ class Index:
         path = self.files.path(NAME)
         private_files.reserve(path)  # files beside it inherit its mode
         until = time.monotonic() + _PATIENCE
-        while True:
+        self._is_read_only = False
+        while not self._is_read_only:
             try:
-                return _connected(path)
+                return _prepared(_connected(path))
             except sqlite3.OperationalError as error:
+                if health.named(error) == health.LOCKED and time.monotonic() < until:
+                    # Of two that open it for the first time one is told at once that it is locked.
+                    time.sleep(0.02)
+                    continue
                 wal = self.files.status(f"{NAME}-wal")
-                if health.named(error) != health.LOCKED or time.monotonic() > until:
-                    if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
-                        raise
-                    break  # nobody writes here, and all of it is in its one file
-                # Of two that open it for the first time one is told at once that it is locked.
-                time.sleep(0.02)
-        return _connected(f"file:{quote(os.fsencode(path.absolute()))}?immutable=1")
+                if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
+                    raise
+                self._is_read_only = True  # nobody writes here, and all of it is in its one file
+        return _connected(f"file:{quote(os.fsencode(path.absolute()))}?mode=ro&immutable=1")
 
     def _fill(self, base: Base) -> None:
         """Add every file that has no row yet, one folder in one transaction: who removes files
@@ -489,16 +490,17 @@ class Index:
 
 
 def _connected(address: Path | str) -> Base:
-    """A connection; to a path, one that may write, with its tables in place."""
-    is_path = isinstance(address, Path)
+    is_uri = isinstance(address, str)
     base = sqlite3.connect(
-        address, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=not is_path
+        address, _PATIENCE, isolation_level=None, check_same_thread=False, uri=is_uri
     )
     base.row_factory = sqlite3.Row
+    return base
+
+
+def _prepared(base: Base) -> Base:
+    """A connection that may write, with its tables in place."""
     try:
-        if not is_path:
-            base.execute("PRAGMA query_only = 1")
-            return base
         base.execute("PRAGMA journal_mode = WAL")
         # A file whose row was lost in a power cut would be found by key, but by no deletion.
         base.execute("PRAGMA synchronous = FULL")

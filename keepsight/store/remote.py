@@ -38,6 +38,7 @@ from keepsight.store.view import Store
 from keepsight.store.writer import REFUSED, ROOM, THERE, WRITTEN, Job, Sum, Writer
 from keepsight.system import private_files
 from keepsight.system.lock import Mutex
+from keepsight.system.places import LIBRARIES
 from keepsight.system.private_files import PART
 
 if TYPE_CHECKING:
@@ -47,13 +48,6 @@ logger = logging.getLogger(__name__)
 
 # These protocols write whole objects; a sibling and a rename would only cost a second copy.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "oci", "memory"}
-# The library for a protocol, and the extra that installs it.
-_LIBRARIES = {
-    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3")),
-    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
-    **dict.fromkeys(("sftp", "ssh"), ("paramiko", None)),
-    **dict.fromkeys(("abfs", "az"), ("adlfs", None)),
-}
 _ABSENT = FileNotFoundError, NotADirectoryError, IsADirectoryError
 _HEAD = 64 << 10  # bytes within which the record of a file usually ends
 _MOST = 200_000  # names kept in memory
@@ -98,8 +92,8 @@ class Address:
             # A separate instance: fsspec's cache in it is not shared.
             fs, root = fsspec.url_to_fs(self._address, skip_instance_cache=True, **self._options)
         except ImportError as error:
-            if protocol in _LIBRARIES:
-                raise MissingExtra.named(*_LIBRARIES[protocol]) from None
+            if protocol in LIBRARIES:
+                raise MissingExtra.named(*LIBRARIES[protocol]) from None
             raise MissingExtra(f"{protocol}:// needs another library: {error}") from None
         except Exception as error:
             raise StoreError(f"{self.shown} cannot be opened: {error}") from error
