@@ -247,7 +247,7 @@ class Disk(Writer):
         """Record uses, and remove what is expired."""
         if self._index.is_store():
             self._index.change(self._enter_uses)
-            self._index.remove(lambda base: index.over(base, time.time()))
+            self._index.remove(index.over(time.time()))
 
     def _enter_uses(self, base: Base) -> None:
         uses = self.take_uses()
@@ -304,14 +304,9 @@ class Disk(Writer):
     ) -> int:
         self.catch_up()
         if image is not None:
-            gone = self._index.remove(lambda base: index.of_image(base, tenant, image))
-        elif names is not None:
-            doomed = list(names)
-            gone = self._index.remove(lambda base: doomed)
-        else:
-            where, values = of_tenant(tenant)
-            some = f"{where} LIMIT {index.AT_ONCE}"
-            gone = self._index.remove(lambda base: index.names(base, some, *values))
+            return sum(self._index.remove(index.of_image(tenant, image)).values())
+        gone = self._index.remove(of_tenant(tenant) if names is None else list(names))
+        if names is None:
             self._sweep(tenant, 0.0)
         return sum(gone.values())
 
@@ -375,7 +370,7 @@ class Disk(Writer):
         for name in [name for name in lost if tenant in (None, name.tenant)]:
             found.append(f"{self._path(name)}: what it depends on is absent")
             if repair:
-                self._index.remove(lambda base, n=name: [n])  # type: ignore[misc]
+                self._index.remove([name])
         if repair:
             self._sweep(tenant, _WEEK)
         return found

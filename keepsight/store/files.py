@@ -268,7 +268,7 @@ def together(work: Callable[[S], T], items: Iterable[S], most: int = _AT_ONCE) -
     waiting = list(items)
     if len(waiting) < 2:
         return list(map(work, waiting))
-    with ThreadPoolExecutor(min(most, len(waiting)), "keepsight-store") as pool:
+    with ThreadPoolExecutor(min(most, len(waiting)), "keepsight-files") as pool:
         try:
             begun = [pool.submit(work, item) for item in waiting]
         except RuntimeError:  # at exit the interpreter starts no threads

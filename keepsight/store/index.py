@@ -28,7 +28,7 @@ from keepsight.store.files import Folder
 from keepsight.system import forks, private_files
 
 NAME = "index.sqlite"
-AT_ONCE = 256  # entries removed in one transaction
+_AT_ONCE = 256  # entries removed in one transaction
 _PARTIAL, _COMPLETE = 2, 3  # versions: of an index that is being filled, and of one with all files
 _JOURNAL = 128  # pages of 4 KiB; a larger journal would hurt a nearly full disk
 _FILLING = 16  # such pages while it is filled, perhaps because a full disk has no room for more
@@ -91,9 +91,10 @@ WITH RECURSIVE held (name) AS (
     UNION SELECT base FROM held JOIN entry USING (name) WHERE base IS NOT NULL)
 SELECT coalesce(sum(bytes), 0) FROM held JOIN entry USING (name)
 """
-LOST_BASE = """
-base IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entry AS b WHERE b.name = entry.base)
-"""
+LOST_BASE: Scope = (
+    "base IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entry AS b WHERE b.name = entry.base)",
+    (),
+)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -107,6 +108,17 @@ def of_tenant(tenant: str | None) -> Scope:
 def of_account(account: str) -> Scope:
     """The rows that share a quota: a tenant's, and those under all its salts."""
     return "account = ?", (account,)
+
+
+def of_image(tenant: str | None, image: str) -> Scope:
+    """The rows of a tenant, or of all, that depend on an image."""
+    where, values = of_tenant(tenant)
+    return f"id IN (SELECT id FROM medium WHERE image = ?) AND {where}", (image, *values)
+
+
+def over(now: float) -> Scope:
+    """What is expired, or dated in the future, so that it would live too long."""
+    return "expires IS NOT NULL AND (expires <= ? OR created > ?)", (now, now + CLOCK_SLACK)
 
 
 def put(base: Base, entries: Iterable[Entry]) -> None:
@@ -127,30 +139,18 @@ def row(base: Base, name: EntryName) -> Entry | None:
     return None if found is None else _entry(found)
 
 
-def names(base: Base, where: str, *values: object) -> list[EntryName]:
-    """The names of some rows."""
-    found = base.execute(f"SELECT name FROM entry WHERE {where}", values)
+def names(base: Base, scope: Scope, more: str = "") -> list[EntryName]:
+    """The names of what a scope means."""
+    found = base.execute(f"SELECT name FROM entry WHERE {scope[0]} {more}", scope[1])
     return [_name(text) for (text,) in found]
-
-
-def upon(base: Base, name: EntryName) -> list[EntryName]:
-    """The direct dependents of an entry."""
-    return names(base, "base = ?", layout.place(*name))
 
 
 def latest_upon(base: Base, tenant: str, kind: str, on: str | None, count: int) -> list[EntryName]:
     """The most recently used entries of one kind that depend directly on an entry of that kind, or
     on nothing."""
     upon = None if on is None else layout.place(kind, on, tenant)
-    where = "tenant = ? AND kind = ? AND base IS ? ORDER BY used DESC LIMIT ?"
-    return names(base, where, tenant, kind, upon, count)
-
-
-def of_image(base: Base, tenant: str | None, image: str) -> list[EntryName]:
-    """The entries that depend on an image."""
-    where, values = of_tenant(tenant)
-    there = f"id IN (SELECT id FROM medium WHERE image = ?) AND {where}"
-    return names(base, there, image, *values)
+    scope = "tenant = ? AND kind = ? AND base IS ?", (tenant, kind, upon)
+    return names(base, scope, f"ORDER BY used DESC LIMIT {count}")
 
 
 def drop(base: Base, gone: Iterable[EntryName]) -> None:
@@ -167,12 +167,6 @@ def use(base: Base, uses: dict[EntryName, int]) -> None:
     """Add uses."""
     values = [(count, time.time(), layout.place(*name)) for name, count in uses.items()]
     base.executemany("UPDATE entry SET uses = uses + ?, used = ? WHERE name = ?", values)
-
-
-def over(base: Base, now: float) -> list[EntryName]:
-    """Expired entries, and those dated in the future, which would live too long."""
-    where = "expires IS NOT NULL AND (expires <= ? OR created > ?)"
-    return names(base, where, now, now + CLOCK_SLACK)
 
 
 def totals(base: Base, scope: Scope) -> list[tuple[str, str, int, int]]:
@@ -196,7 +190,7 @@ def held(base: Base, scope: Scope) -> int:
 
 def _leaves(base: Base, scope: Scope) -> list[tuple[float, str, int, str | None]]:
     """Last use, name, bytes and base of the least recently used entries on which none depends."""
-    found = base.execute(_LEAVES.format(scope[0]), (*scope[1], AT_ONCE))
+    found = base.execute(_LEAVES.format(scope[0]), (*scope[1], _AT_ONCE))
     return [tuple(one) for one in found]
 
 
@@ -419,11 +413,15 @@ class Index:
 
     # -- removing --------------------------------------------------------------------------------
 
-    def remove(self, choose: Callable[[Base], Iterable[EntryName]]) -> Gone:
-        """Remove what `choose` names, with all dependents, these first."""
+    def remove(self, chosen: Scope | list[EntryName]) -> Gone:
+        """Remove some entries with all their dependents, these first."""
 
         def doomed(base: Base) -> Iterator[EntryName]:
-            for layer in reversed(layers(choose(base), lambda name: upon(base, name))):
+            def upon(name: EntryName) -> list[EntryName]:
+                return names(base, ("base = ?", (layout.place(*name),)))
+
+            some = chosen if isinstance(chosen, list) else names(base, chosen, f"LIMIT {_AT_ONCE}")
+            for layer in reversed(layers(some, upon)):
                 for name in layer:
                     if row(base, name) or self.files.status(layout.place(*name)):
                         yield name
@@ -451,7 +449,7 @@ class Index:
         some: Gone = {}  # their files are gone, whatever becomes of the rows
 
         def remove_some(base: Base) -> None:
-            for name in islice(doomed(base), AT_ONCE):
+            for name in islice(doomed(base), _AT_ONCE):
                 some[name] = self._remove(base, name)
 
         while self.is_store():
