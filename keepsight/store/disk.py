@@ -331,10 +331,9 @@ class Disk(Writer):
                 self.health.failed(_gone(self.label))
         elif self.health.state == GONE and os.path.isdir(self.label):
             self.health.worked()
-        none: list[Sum] | None = None
-        sums = self._listed(lambda base: index.totals(base, of_tenant(tenant)), none)
-        counted = None if sums is None else time.time()
-        return self.told("disk", sums or [], counted, whose, self._listing)
+        sums = self._listed(lambda base: index.totals(base, of_tenant(tenant)), list[Sum]())
+        counted = time.time() if self._listing.state == OK else None
+        return self.told("disk", sums, counted, whose, self._listing)
 
     # -- check -----------------------------------------------------------------------------------
 

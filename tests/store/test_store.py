@@ -742,6 +742,7 @@ def test_looking_at_a_folder_makes_no_store_of_it(tmp_path: Path, opened: Any) -
     (tmp_path / "mine.txt").write_text("mine")
     store = opened(tmp_path)
     assert store.stats()["entries"] == 0 and store.check() == [] and list(store.entries()) == []
+    assert store.stats()["counted"] is not None and store.stats()["state"] == "ok"
     assert store.get("package", KEYS[0]) is None and store.clear() == store.gc(0) == 0
     store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
