@@ -1,4 +1,5 @@
-"""The one writing thread of a store: entries are written in order, and no answer waits for it.
+"""What a folder and an address have in common: one thread that writes, in order, while no answer
+waits for it.
 
 Waiting entries are readable and bounded in bytes; what does not fit is refused and counted. A store
 that raises is left alone for a while (`health`), and `flush` says what was lost. Every few batches,
@@ -91,7 +92,7 @@ class Counts:
 
 
 class Writer:
-    """What a folder and an address have in common: the queue and its thread, counts, and health.
+    """The queue and its thread, counts, and health of a store.
 
     Who inherits from it finds entries (`find`), writes a batch of them (`write`), and may look
     after itself now and then (`tidy`). `problem` names every problem, if the error does not.
