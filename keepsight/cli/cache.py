@@ -116,13 +116,16 @@ class Look:
     def files(self) -> dict[tuple[str, str], list[str]]:
         """The file names that notes record for each picture. Reading them counts as no use."""
         from keepsight.media.naming import FILE
-        from keepsight.store.files import read
+        from keepsight.store.files import Folder
 
         found: dict[tuple[str, str], list[str]] = {}
+        if self.store.root is None:
+            return found
+        folder = Folder(self.store.root)
         for entry in self.entries:
-            path = self._path(entry) if entry.kind == "alias" else None
             try:
-                name = "" if path is None else str(read(path, entry.name)[0][1].get(FILE, ""))
+                note = folder.read(entry.name)[0][1] if entry.kind == "alias" else {}
+                name = str(note.get(FILE, ""))
             except (FileError, OSError):
                 continue  # listed unchanged; `check` reports it
             for key in entry.media if name else ():

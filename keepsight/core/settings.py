@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedModel
-from keepsight.formats.codecs import check_codec
 from keepsight.kinds import Options, Processor, Record, Wrapping
 from keepsight.models import upstream
 from keepsight.store import Store, open_store
 from keepsight.store.writer import ROOM
 from keepsight.system.units import parse_bytes, parse_seconds
+from keepsight.system.words import check_codec
 
 _LONGEST_NAME = 1024
 LEAST_WAITING = 64 << 20  # bytes that may always wait to be written

@@ -27,7 +27,7 @@ from keepsight.errors import (
     StoreError,
 )
 from keepsight.formats import tensorfile
-from keepsight.formats.codecs import EXACT, check_codec
+from keepsight.formats.codecs import EXACT
 from keepsight.formats.package import KIND, Package
 from keepsight.kinds import Record
 from keepsight.media.medium import Medium
@@ -37,6 +37,7 @@ from keepsight.store import About
 from keepsight.store.contract import Name
 from keepsight.system import digests, private_files
 from keepsight.system.places import expanded
+from keepsight.system.words import check_codec
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

@@ -21,7 +21,6 @@ import torch
 
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
-from keepsight.system import words
 from keepsight.system.words import CODECS
 
 EXACT = "exact"
@@ -30,12 +29,6 @@ _FLOATS = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float
 _FLOATS["bfloat16"] = torch.bfloat16
 _DIGITS = 4  # significant digits of an error; more would make names depend on noise
 _LEVELS = 255
-
-
-def check_codec(name: str) -> str:
-    """Return the name if it is a codec's, or refuse it."""
-    words.check_codec(name)
-    return name
 
 
 def is_lossy(codec: object) -> TypeGuard[Record]:
@@ -66,7 +59,7 @@ def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Recor
     packed: Tensors = {}
     claims: Record = {}
     for title, tensor in tensors.items():
-        if not _shrinks(tensor, check_codec(name)):
+        if not _shrinks(tensor, name):
             packed[title] = tensor
             continue
         plain = tensor.detach().to("cpu")

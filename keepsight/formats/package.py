@@ -24,6 +24,7 @@ from keepsight.kinds import Grid, Record
 from keepsight.system import digests, html
 from keepsight.system.devices import to_devices
 from keepsight.system.places import expanded
+from keepsight.system.words import check_codec
 
 FORMAT = 1
 KIND = "package"
@@ -80,7 +81,7 @@ class Package:
         If the codec is lossy, the result records the error and has its own feature id. If the codec
         does not make the features smaller, the package is returned unchanged.
         """
-        codecs.check_codec(codec)
+        check_codec(codec)
         before = self.provenance.get("codec", codecs.EXACT)
         if before != codecs.EXACT:
             if codec == (before["name"] if codecs.is_lossy(before) else before):

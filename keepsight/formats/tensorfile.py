@@ -21,8 +21,7 @@ import itertools
 import json
 import mmap
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -75,28 +74,6 @@ def spelled(
     return itertools.chain([header], body_parts)
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a file completely to the disk, or not at all; return its size in bytes."""
-    folders = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
-    private_files.make_folders(path.parent)
-    mode = private_files.mode_at(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            size = sum(file.write(part) for part in parts)
-            file.flush()
-            private_files.grant(file.fileno(), mode)  # temporary files are owner-only
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    for folder in folders:
-        sync_folder(folder)
-    return size
-
-
 def _spell(
     tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]
 ) -> tuple[bytes, list[str]]:
@@ -126,7 +103,7 @@ def save(
     """Write a file that a person named: the error says why it cannot be written."""
     parts = spelled(kind, version, tensors, record)
     try:
-        write_whole(path, parts)
+        private_files.write_whole(path, parts)
     except (OSError, ValueError) as error:  # a ValueError: no path at all
         raise StoreError(f"{path} cannot be written: {_why(error)}") from error
 
@@ -143,16 +120,6 @@ def load(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], 
 
 def _why(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in this folder outlive a power cut."""
-    with contextlib.suppress(OSError):  # some file systems cannot; the rename still holds
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], Record]:

@@ -30,8 +30,9 @@ from keepsight.server.access import visit_of
 from keepsight.server.errors import ApiError, invalid, missing, refused, unknown
 from keepsight.store import Store
 from keepsight.store.contract import CLOCK_SLACK
-from keepsight.store.files import PART, Folder, left_over
+from keepsight.store.files import Folder, left_over
 from keepsight.system import digests
+from keepsight.system.private_files import PART
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service

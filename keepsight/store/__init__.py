@@ -1,10 +1,10 @@
 """Bytes under a key, in memory, folders and remote addresses. May import formats and below.
 
-`contract` says what a store promises, `layout` the place and form of entries. `disk` keeps them in
-`files` with an `index`, `remote` in a bucket or any place that fsspec reaches, `tiers` in several
-stores in a row; one thread writes (`writer`), and `health` says what a store refuses. `view` is
-what callers use of a store, `memory_cache` a cache in memory. Nothing here knows about images,
-models or prompts.
+`view` is a store as callers see it, `contract` its nouns, `layout` the place and form of entries.
+`disk` keeps them in `files` with an `index`, `remote` in a bucket or any place that fsspec reaches;
+both are a `writer` with one thread, and `health` says what a store refuses. `tiers` are several
+stores in a row, `memory_cache` a cache in memory. Nothing here knows about images, models or
+prompts.
 """
 
 from __future__ import annotations

@@ -84,10 +84,11 @@ class Entry:
 
 
 class Keeper(Protocol):
-    """Keeps the entries of all tenants; `Store` is how one tenant sees it.
+    """Keeps the entries of all tenants; `Store` is how one tenant sees it, and says what each
+    method promises. A `tenant` of None means all of them, `whose` those whose events count.
 
-    A `tenant` of None means all of them. `label` is how people name it, `root` its folder, if it is
-    one; `budget` and `quota` are the bytes that it, and each account in it, may have.
+    `label` is how people name it, `root` its folder, if it is one; `budget` and `quota` are the
+    bytes that it, and each account in it, may have.
     """
 
     label: str
@@ -95,57 +96,25 @@ class Keeper(Protocol):
     budget: int | None
     quota: int | None
 
-    def tier(self, name: EntryName) -> str | None:
-        """Where a read should find an entry: "disk", "remote", or None."""
-
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
-        """Those entries that are there, intact and not expired."""
-
-    def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
-        """Hand over an entry; its tensors must not change afterwards. It is readable at once.
-
-        A store may refuse it, and counts refusals: if too much waits to be written, if the entry
-        alone exceeds the budget (then `flush` says so), or if its base is absent.
-        """
-
-    def entry(self, name: EntryName) -> Entry | None:
-        """The listing's data on one entry, without reading it; None if absent or expired."""
-
-    def entries(self, tenant: str | None) -> Iterator[Entry]:
-        """All entries, in no order."""
-
-    def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
-        """The `count` most recently used direct dependents of an entry, of its own kind; for None,
-        entries without a base. The result is by key of the base, may include further levels, and
-        is complete for each of its keys. Each dependent comes with its record."""
-
-    def reject(self, name: EntryName, why: str) -> None:
-        """Set aside an entry whose content does not match its key."""
-
-    def pin(self, name: EntryName, pinned: bool) -> bool:
-        """Keep an entry and what it depends on, whatever the budget; False if absent."""
+    def tier(self, name: EntryName) -> str | None: ...
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]: ...
+    def put(self, name: EntryName, content: Content, about: About, account: str) -> None: ...
+    def entry(self, name: EntryName) -> Entry | None: ...
+    def entries(self, tenant: str | None) -> Iterator[Entry]: ...
+    def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below: ...
+    def reject(self, name: EntryName, why: str) -> None: ...
+    def pin(self, name: EntryName, pinned: bool) -> bool: ...
+    def gc(self, tenant: str | None, budget: int) -> int: ...
+    def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record: ...
+    def check(self, tenant: str | None, repair: bool) -> list[str]: ...
+    def flush(self, tenant: str | None) -> None: ...
+    def close(self) -> None: ...
 
     def remove(
         self, tenant: str | None, names: Iterable[EntryName] | None = None, image: str | None = None
     ) -> int:
         """Remove these entries, or what depends on an image, or everything, and all dependents;
         return the bytes freed."""
-
-    def gc(self, tenant: str | None, budget: int) -> int:
-        """Remove the least recently used entries until the rest fits; return the bytes freed."""
-
-    def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record:
-        """Entries and bytes of `tenant`, and counts of events of `whose`."""
-
-    def check(self, tenant: str | None, repair: bool) -> list[str]:
-        """Read everything in full; return one line per problem. `repair` fixes all of them."""
-
-    def flush(self, tenant: str | None) -> None:
-        """Return when everything handed over before is safe; raise `NotStored` with each loss and
-        its reason. Later evictions are no losses."""
-
-    def close(self) -> None:
-        """Finish writing and release everything; it may be used again."""
 
     def retire(self) -> None:
         """Let the threads end once they are done. This does not wait: the garbage collector calls

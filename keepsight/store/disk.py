@@ -14,19 +14,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from keepsight.errors import DamagedFile, FileError, PinsFull, StoreError, WrongFormatVersion
 from keepsight.kinds import Record
 from keepsight.store import files, index, layout
-from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found
-from keepsight.store.files import DAMAGED, PART, Folder, PartFile
+from keepsight.store.contract import Below, Entry, EntryName, Found
+from keepsight.store.files import DAMAGED, Folder
 from keepsight.store.health import GONE, OK, Health
 from keepsight.store.index import Base, Index, Scope, of_account, of_tenant
 from keepsight.store.view import Store
 from keepsight.store.writer import REFUSED, ROOM, THERE, WRITTEN, Job, Sum, Writer, larger_than
+from keepsight.system.private_files import PART, PartFile
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ _READERS = max(1, min(4, os.cpu_count() or 1))
 _DEEPER = 64  # number of dependents after which no further level is looked up
 _WEEK = 7 * 86400.0
 _UNDER_WAY = 2.0  # seconds in which a writer that entered a row puts its file in place
+T = TypeVar("T")
 Began = dict[EntryName, tuple[Job, PartFile]]
 
 
@@ -57,18 +59,14 @@ class DiskStore(Store):
         super().__init__(Disk(Folder(root), budget, quota, waiting))
 
 
-class Disk:
-    """The entries of all tenants in one folder. `Keeper` says what its methods promise."""
+class Disk(Writer):
+    """The entries of all tenants in one folder. `Store` says what its methods promise."""
 
     def __init__(self, folder: Folder, budget: int | None, quota: int | None, waiting: int) -> None:
+        super().__init__(str(folder.root), waiting)
         self._files, self._index = folder, Index(folder)
-        self.root: Path | None = folder.root
-        self.label, self.budget, self.quota = str(folder.root), budget, quota
-        self._reads = Health(f"the store {self.label} cannot be read")
+        self.root, self.budget, self.quota = folder.root, budget, quota
         self._listing = Health(f"the index of the store {self.label} cannot be read")
-        self._writer = Writer(self.label, waiting, self._write, self._tidy, self._index.close)
-        self.flush, self.close = self._writer.flush, self._writer.close
-        self.retire = self._writer.retire
         self._is_marked = False
         with contextlib.suppress(OSError):  # a new folder, or one out of reach
             try:
@@ -79,45 +77,42 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------
 
     def tier(self, name: EntryName) -> str | None:
-        return "disk" if name in self._writer.jobs or self._is_there(name) else None
+        return "disk" if name in self.jobs or self._is_there(name) else None
 
     def _is_there(self, name: EntryName) -> bool:
         """Whether a file is there and not over. The index says when it expires; where it is busy,
         refuses, or does not know the file, the file says so."""
         if not self._files.is_there(name):
             return False
-        entry = None
-        if not self._listing.is_aside:
-            try:
-                entry = self._index.look(lambda base: index.row(base, name), None, wait=False)
-            except StoreError as error:
-                self._listing.failed(error)
+        entry = self._listed(lambda base: index.row(base, name), None, wait=False)
         entry = entry or self._files.entry(name)
         return entry is not None and not entry.is_over(time.time())
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
-        wanted = list(names)
-        jobs = {name: job for name in wanted if (job := self._writer.waiting(name))}
-        found = self._read(self._files.read, [name for name in wanted if name not in jobs])
+    def _listed(self, work: Callable[[Base], T], otherwise: T, wait: bool = True) -> T:
+        """What the index says; `otherwise` if it refuses, or did so recently."""
+        if self._listing.is_aside:
+            return otherwise
+        try:
+            found = self._index.look(work, otherwise, wait)
+        except StoreError as error:
+            self._listing.failed(error)
+            return otherwise
+        self._listing.worked()
+        return found
+
+    def find(self, names: list[EntryName]) -> dict[EntryName, Found]:
+        found = self._read(self._files.read, names)
         for name in found:
-            self._writer.used(name)
-        found |= {name: (job.content, job.metadata) for name, job in jobs.items()}
-        for name in wanted:
-            self._writer.counts.count(name.tenant, "hits" if name in found else "misses")
+            self.used(name)
         return found
 
     def _read(
         self, read: Callable[[EntryName], Found], names: list[EntryName]
     ) -> dict[EntryName, Found]:
         """Read several files side by side: checking bytes takes longer than reading them."""
-        if self._reads.is_aside:
+        if self.reads.is_aside:
             return {}
-        one = partial(self._read_one, read)
-        if len(names) < 2:
-            found = list(map(one, names))
-        else:
-            with ThreadPoolExecutor(min(_READERS, len(names)), "keepsight-read") as pool:
-                found = list(pool.map(one, names))
+        found = files.together(partial(self._read_one, read), names, _READERS)
         return {name: it for name, it in zip(names, found, strict=True) if it is not None}
 
     def _read_one(self, read: Callable[[EntryName], Found], name: EntryName) -> Found | None:
@@ -134,9 +129,9 @@ class Disk:
             self.reject(name, str(error))
             return None
         except OSError as error:
-            self._reads.failed(error)
+            self.reads.failed(error)
             return None
-        self._reads.worked()
+        self.reads.worked()
         return None if layout.expired(found[1]) else found
 
     def reject(self, name: EntryName, why: str) -> None:
@@ -144,20 +139,13 @@ class Disk:
         logger.warning("damaged entry set aside: %s (%s)", self._files.path(place), why)
         with contextlib.suppress(OSError):  # in an unwritable folder it stays
             self._files.set_aside(place)
-            self._writer.used(name)
+            self.used(name)
 
     def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
         """Dependents of an entry, of its kind, level by level; for None, entries without a base. A
         conversation is a chain of entries: one query finds many of them."""
-        if self._listing.is_aside:
-            return {}
-        try:
-            none: dict[str | None, list[EntryName]] = {}
-            listed = self._index.look(lambda b: _levels(b, tenant, kind, base, count), none)
-        except StoreError as error:
-            self._listing.failed(error)
-            return {}
-        self._listing.worked()
+        none: dict[str | None, list[EntryName]] = {}
+        listed = self._listed(lambda b: _levels(b, tenant, kind, base, count), none)
         names = [name for level in listed.values() for name in level]
         read = self._read(self._files.read_record, names)
         return {
@@ -167,26 +155,23 @@ class Disk:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
-        """Hand over an entry to the writer, which looks whether it exists and has its base."""
-        if name not in self._writer.jobs:
-            job = Job(name, content, about, account)
-            self._writer.hand_over(job, larger_than(job.size, self.budget, self.quota))
-
-    def _write(self, jobs: list[Job]) -> dict[EntryName, str]:
+    def write(self, jobs: list[Job], became: dict[EntryName, str]) -> None:
         """Write entries. A row is committed before its file is put in place: so whatever is there
         can be deleted. Between the two nobody removes the row, see `Index.remove`."""
-        if self._files.is_gone() and self._writer.health.state == OK:
+        if self._files.is_gone() and self.health.state == OK:
             raise _gone(self.label)  # somebody may be moving it
-        self._mark()
-        became: dict[EntryName, str] = {}
+        if not self._is_marked or self._files.status(layout.MARKER) is None:
+            layout.mark(self._files.read_file, self._files.write, self.label)
+            self._is_marked = True
+        there = [job.name for job in jobs if self._is_there(job.name)]
         begun: Began = {}
         try:
             for job in jobs:
-                self._begin(job, became, begun)
-            files.together(part.sync for _, part in begun.values())
-            there = [job.name for job in jobs if became.get(job.name) == THERE]
+                if job.name not in there:
+                    self._begin(job, became, begun)
+            files.together(lambda one: one[1].sync(), begun.values())
             self._index.change(lambda base: self._enter(base, there, begun, became))
+            became |= dict.fromkeys(there, THERE)
             entered = self._index.file
 
             def put_in_place(base: Base) -> None:
@@ -194,32 +179,18 @@ class Disk:
                     raise OSError(f"the index of {self.label} was lost while entries were written")
                 for name, (_, part) in begun.items():
                     if name not in became and index.row(base, name) is not None:
-                        part.put_in_place()
+                        self._files.put_in_place(part)
                         became[name] = WRITTEN
 
             self._index.change(put_in_place)
-            self._files.sync_folders(part for _, part in begun.values())
         finally:
+            self._files.sync_folders(part for _, part in begun.values())
             for _, part in begun.values():
                 part.drop()
         self._fit({job.account for job in jobs}, begun, became)
-        return {name: became.get(name, REFUSED) for name in (job.name for job in jobs)}
-
-    def _mark(self) -> None:
-        """Write the marker before anything else: it says whose the folder is."""
-        if self._is_marked and self._files.status(layout.MARKER) is not None:
-            return
-        try:
-            layout.check_marker(self._files.read_file(layout.MARKER), self.label)
-        except (FileNotFoundError, NotADirectoryError, DamagedFile):
-            self._files.write(layout.MARKER, [layout.marker_bytes()])
-        self._is_marked = True
 
     def _begin(self, job: Job, became: dict[EntryName, str], begun: Began) -> None:
-        """Write the file of an entry that is not there, under a temporary name."""
-        if self._is_there(job.name):
-            became[job.name] = THERE
-            return
+        """Write the file of an entry under a temporary name."""
         try:
             job.ready.wait()
             parts = layout.spelled(job.name, job.content, job.metadata)
@@ -266,17 +237,20 @@ class Disk:
     def _evict(self, scope: Scope, limit: int) -> index.Gone:
         gone = self._index.fit(scope, limit)
         for name in gone:
-            self._writer.counts.count(name.tenant, "evictions")
+            self.counts.count(name.tenant, "evictions")
         return gone
 
-    def _tidy(self) -> None:
+    def let_go(self) -> None:
+        self._index.close()
+
+    def tidy(self) -> None:
         """Record uses, and remove what is expired."""
         if self._index.is_store():
             self._index.change(self._enter_uses)
-            self._index.remove(lambda base: index.over(base, time.time()))
+            self._index.remove(index.over(time.time()))
 
     def _enter_uses(self, base: Base) -> None:
-        uses = self._writer.take_uses()
+        uses = self.take_uses()
         index.use(base, uses)
         # Set aside: what depends on it waits for a new copy.
         index.drop(base, [name for name in uses if self._is_missing(name)])
@@ -287,11 +261,11 @@ class Disk:
     # -- entries ---------------------------------------------------------------------------------
 
     def entry(self, name: EntryName) -> Entry | None:
-        self._writer.catch_up()
+        self.catch_up()
         return self._row(name) if self._is_there(name) else None
 
     def entries(self, tenant: str | None) -> Iterator[Entry]:
-        self._writer.catch_up()
+        self.catch_up()
         yield from self._index.entries(of_tenant(tenant))
 
     def _row(self, name: EntryName) -> Entry | None:
@@ -328,21 +302,16 @@ class Disk:
     def remove(
         self, tenant: str | None, names: Iterable[EntryName] | None = None, image: str | None = None
     ) -> int:
-        self._writer.catch_up()
+        self.catch_up()
         if image is not None:
-            gone = self._index.remove(lambda base: index.of_image(base, tenant, image))
-        elif names is not None:
-            doomed = list(names)
-            gone = self._index.remove(lambda base: doomed)
-        else:
-            where, values = of_tenant(tenant)
-            some = f"{where} LIMIT {index.AT_ONCE}"
-            gone = self._index.remove(lambda base: index.names(base, some, *values))
+            return sum(self._index.remove(index.of_image(tenant, image)).values())
+        gone = self._index.remove(of_tenant(tenant) if names is None else list(names))
+        if names is None:
             self._sweep(tenant, 0.0)
         return sum(gone.values())
 
     def gc(self, tenant: str | None, budget: int) -> int:
-        self._writer.catch_up()
+        self.catch_up()
         gone = self._evict(of_tenant(tenant), budget)
         self._sweep(tenant, _WEEK)
         return sum(gone.values())
@@ -356,25 +325,15 @@ class Disk:
 
     def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record:
         """Entries and bytes per kind, from the index; counts since it was opened."""
-        self._writer.drain(wait)
+        self.drain(wait)
         if self._files.is_gone():
-            if self._writer.health.state == OK:
-                self._writer.health.failed(_gone(self.label))
-        elif self._writer.health.state == GONE and os.path.isdir(self.label):
-            self._writer.health.worked()
-        counted: float | None = time.time()
-        sums: list[Sum] = []
-        try:
-            sums = self._index.look(lambda base: index.totals(base, of_tenant(tenant)), sums)
-            self._listing.worked()
-        except StoreError as error:
-            self._listing.failed(error)
-            counted = None
-        return {
-            **self._writer.stats("disk", sums, counted, whose, self._reads, self._listing),
-            "budget": self.budget,
-            "quota": self.quota,
-        }
+            if self.health.state == OK:
+                self.health.failed(_gone(self.label))
+        elif self.health.state == GONE and os.path.isdir(self.label):
+            self.health.worked()
+        sums = self._listed(lambda base: index.totals(base, of_tenant(tenant)), list[Sum]())
+        counted = time.time() if self._listing.state == OK else None
+        return self.told("disk", sums, counted, whose, self._listing)
 
     # -- check -----------------------------------------------------------------------------------
 
@@ -384,7 +343,7 @@ class Disk:
 
         Files that no store wrote and entries of other versions are named, but not repaired.
         """
-        self._writer.catch_up()
+        self.catch_up()
         found: list[str] = []
         if not self._index.is_sound():
             found.append(f"{self.label}: the index is damaged")
@@ -410,7 +369,7 @@ class Disk:
         for name in [name for name in lost if tenant in (None, name.tenant)]:
             found.append(f"{self._path(name)}: what it depends on is absent")
             if repair:
-                self._index.remove(lambda base, n=name: [n])  # type: ignore[misc]
+                self._index.remove([name])
         if repair:
             self._sweep(tenant, _WEEK)
         return found

@@ -68,10 +68,12 @@ def reason(error: BaseException) -> str:
 
 class Health:
     """The state of one store for one kind of work. Every step is one assignment, so threads need
-    no lock."""
+    no lock. `name`: that of every problem; otherwise the error says which one it is."""
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what, self._clock = what, clock
+    def __init__(
+        self, what: str, clock: Callable[[], float] = time.monotonic, name: str | None = None
+    ) -> None:
+        self._what, self._clock, self._name = what, clock, name
         self.state, self.why = OK, ""
         self.since: float | None = None  # seconds since the epoch
         self._retry_at = 0.0
@@ -82,9 +84,9 @@ class Health:
         """Whether it failed so recently that it is not tried again yet."""
         return self.state != OK and self._clock() < self._retry_at
 
-    def failed(self, error: BaseException, state: str | None = None) -> None:
+    def failed(self, error: BaseException) -> None:
         """Report a failure."""
-        now, state = self._clock(), state or named(error)
+        now, state = self._clock(), self._name or named(error)
         if state != self.state:
             self.since = time.time()
         self.state, self.why, self._retry_at = state, reason(error), now + PAUSE

@@ -16,6 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -27,7 +28,7 @@ from keepsight.store.files import Folder
 from keepsight.system import forks, private_files
 
 NAME = "index.sqlite"
-AT_ONCE = 256  # entries removed in one transaction
+_AT_ONCE = 256  # entries removed in one transaction
 _PARTIAL, _COMPLETE = 2, 3  # versions: of an index that is being filled, and of one with all files
 _JOURNAL = 128  # pages of 4 KiB; a larger journal would hurt a nearly full disk
 _FILLING = 16  # such pages while it is filled, perhaps because a full disk has no room for more
@@ -90,9 +91,10 @@ WITH RECURSIVE held (name) AS (
     UNION SELECT base FROM held JOIN entry USING (name) WHERE base IS NOT NULL)
 SELECT coalesce(sum(bytes), 0) FROM held JOIN entry USING (name)
 """
-LOST_BASE = """
-base IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entry AS b WHERE b.name = entry.base)
-"""
+LOST_BASE: Scope = (
+    "base IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entry AS b WHERE b.name = entry.base)",
+    (),
+)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -106,6 +108,17 @@ def of_tenant(tenant: str | None) -> Scope:
 def of_account(account: str) -> Scope:
     """The rows that share a quota: a tenant's, and those under all its salts."""
     return "account = ?", (account,)
+
+
+def of_image(tenant: str | None, image: str) -> Scope:
+    """The rows of a tenant, or of all, that depend on an image."""
+    where, values = of_tenant(tenant)
+    return f"id IN (SELECT id FROM medium WHERE image = ?) AND {where}", (image, *values)
+
+
+def over(now: float) -> Scope:
+    """What is expired, or dated in the future, so that it would live too long."""
+    return "expires IS NOT NULL AND (expires <= ? OR created > ?)", (now, now + CLOCK_SLACK)
 
 
 def put(base: Base, entries: Iterable[Entry]) -> None:
@@ -126,30 +139,18 @@ def row(base: Base, name: EntryName) -> Entry | None:
     return None if found is None else _entry(found)
 
 
-def names(base: Base, where: str, *values: object) -> list[EntryName]:
-    """The names of some rows."""
-    found = base.execute(f"SELECT name FROM entry WHERE {where}", values)
+def names(base: Base, scope: Scope, more: str = "") -> list[EntryName]:
+    """The names of what a scope means."""
+    found = base.execute(f"SELECT name FROM entry WHERE {scope[0]} {more}", scope[1])
     return [_name(text) for (text,) in found]
-
-
-def upon(base: Base, name: EntryName) -> list[EntryName]:
-    """The direct dependents of an entry."""
-    return names(base, "base = ?", layout.place(*name))
 
 
 def latest_upon(base: Base, tenant: str, kind: str, on: str | None, count: int) -> list[EntryName]:
     """The most recently used entries of one kind that depend directly on an entry of that kind, or
     on nothing."""
     upon = None if on is None else layout.place(kind, on, tenant)
-    where = "tenant = ? AND kind = ? AND base IS ? ORDER BY used DESC LIMIT ?"
-    return names(base, where, tenant, kind, upon, count)
-
-
-def of_image(base: Base, tenant: str | None, image: str) -> list[EntryName]:
-    """The entries that depend on an image."""
-    where, values = of_tenant(tenant)
-    there = f"id IN (SELECT id FROM medium WHERE image = ?) AND {where}"
-    return names(base, there, image, *values)
+    scope = "tenant = ? AND kind = ? AND base IS ?", (tenant, kind, upon)
+    return names(base, scope, f"ORDER BY used DESC LIMIT {count}")
 
 
 def drop(base: Base, gone: Iterable[EntryName]) -> None:
@@ -166,12 +167,6 @@ def use(base: Base, uses: dict[EntryName, int]) -> None:
     """Add uses."""
     values = [(count, time.time(), layout.place(*name)) for name, count in uses.items()]
     base.executemany("UPDATE entry SET uses = uses + ?, used = ? WHERE name = ?", values)
-
-
-def over(base: Base, now: float) -> list[EntryName]:
-    """Expired entries, and those dated in the future, which would live too long."""
-    where = "expires IS NOT NULL AND (expires <= ? OR created > ?)"
-    return names(base, where, now, now + CLOCK_SLACK)
 
 
 def totals(base: Base, scope: Scope) -> list[tuple[str, str, int, int]]:
@@ -195,7 +190,7 @@ def held(base: Base, scope: Scope) -> int:
 
 def _leaves(base: Base, scope: Scope) -> list[tuple[float, str, int, str | None]]:
     """Last use, name, bytes and base of the least recently used entries on which none depends."""
-    found = base.execute(_LEAVES.format(scope[0]), (*scope[1], AT_ONCE))
+    found = base.execute(_LEAVES.format(scope[0]), (*scope[1], _AT_ONCE))
     return [tuple(one) for one in found]
 
 
@@ -345,7 +340,6 @@ class Index:
             version = base.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _PARTIAL, _COMPLETE):
                 raise sqlite3.DatabaseError("it is of another version")
-            self._is_read_only = bool(base.execute("PRAGMA query_only").fetchone()[0])
             if version != _COMPLETE and not self._is_read_only:
                 self._fill(base)
         except BaseException:
@@ -358,18 +352,20 @@ class Index:
         path = self.files.path(NAME)
         private_files.reserve(path)  # files beside it inherit its mode
         until = time.monotonic() + _PATIENCE
-        while True:
+        self._is_read_only = False
+        while not self._is_read_only:
             try:
-                return _connected(path)
+                return _prepared(_connected(path))
             except sqlite3.OperationalError as error:
+                if health.named(error) == health.LOCKED and time.monotonic() < until:
+                    # Of two that open it for the first time one is told at once that it is locked.
+                    time.sleep(0.02)
+                    continue
                 wal = self.files.status(f"{NAME}-wal")
-                if health.named(error) != health.LOCKED or time.monotonic() > until:
-                    if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
-                        raise
-                    break  # nobody writes here, and all of it is in its one file
-                # Of two that open it for the first time one is told at once that it is locked.
-                time.sleep(0.02)
-        return _connected(f"file:{quote(os.fsencode(path.absolute()))}?immutable=1")
+                if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
+                    raise
+                self._is_read_only = True  # nobody writes here, and all of it is in its one file
+        return _connected(f"file:{quote(os.fsencode(path.absolute()))}?mode=ro&immutable=1")
 
     def _fill(self, base: Base) -> None:
         """Add every file that has no row yet, one folder in one transaction: who removes files
@@ -417,47 +413,55 @@ class Index:
 
     # -- removing --------------------------------------------------------------------------------
 
-    def remove(self, choose: Callable[[Base], Iterable[EntryName]]) -> Gone:
-        """Remove what `choose` names, with all dependents, these first."""
+    def remove(self, chosen: Scope | list[EntryName]) -> Gone:
+        """Remove some entries with all their dependents, these first."""
 
-        def some(base: Base, gone: Gone) -> None:
-            deep = layers(choose(base), lambda name: upon(base, name))
-            for name in [name for layer in reversed(deep) for name in layer]:
-                if len(gone) < AT_ONCE and (
-                    row(base, name) or self.files.status(layout.place(*name))
-                ):
-                    gone[name] = self._remove(base, name)
+        def doomed(base: Base) -> Iterator[EntryName]:
+            def upon(name: EntryName) -> list[EntryName]:
+                return names(base, ("base = ?", (layout.place(*name),)))
 
-        return self._removing(some)
+            some = chosen if isinstance(chosen, list) else names(base, chosen, f"LIMIT {_AT_ONCE}")
+            for layer in reversed(layers(some, upon)):
+                for name in layer:
+                    if row(base, name) or self.files.status(layout.place(*name)):
+                        yield name
+
+        return self._remove_all(doomed)
 
     def fit(self, scope: Scope, budget: int) -> Gone:
         """Remove the least recently used entries, leaves first, until the rest fits."""
 
-        def some(base: Base, gone: Gone) -> None:
+        def doomed(base: Base) -> Iterator[EntryName]:
             over = nbytes(base, scope) - budget
             leaves = _leaves(base, scope) if over > 0 else []
             while leaves and over > 0:
                 _, text, size, on = heapq.heappop(leaves)
-                gone[_name(text)] = self._remove(base, _name(text))
+                yield _name(text)
                 over -= size
-                for leaf in _leaves(base, ("name = ?", (on,))):
+                for leaf in _leaves(base, ("name = ?", (on,))):  # now that it is removed
                     heapq.heappush(leaves, leaf)
 
-        return self._removing(some)
+        return self._remove_all(doomed)
 
-    def _removing(self, some: Callable[[Base, Gone], None]) -> Gone:
-        """Remove entries, some in each transaction, as long as there are any."""
+    def _remove_all(self, doomed: Callable[[Base], Iterator[EntryName]]) -> Gone:
+        """Remove entries one by one, some in each transaction, as long as there are any."""
         gone: Gone = {}
+        some: Gone = {}  # their files are gone, whatever becomes of the rows
+
+        def remove_some(base: Base) -> None:
+            for name in islice(doomed(base), _AT_ONCE):
+                some[name] = self._remove(base, name)
+
         while self.is_store():
-            removed: Gone = {}  # their files are gone, whatever becomes of the rows
-            self._remove_some(lambda base: some(base, removed))  # noqa: B023
-            self.files.remove_empty(layout.place(*name) for name in removed)
-            gone |= removed
-            if not removed:
+            some.clear()
+            self._change_though_full(remove_some)
+            self.files.remove_empty(layout.place(*name) for name in some)
+            gone |= some
+            if not some:
                 break
         return gone
 
-    def _remove_some(self, work: Callable[[Base], None]) -> None:
+    def _change_though_full(self, work: Callable[[Base], None]) -> None:
         for attempt in range(3):
             try:
                 return self.change(work)
@@ -484,16 +488,17 @@ class Index:
 
 
 def _connected(address: Path | str) -> Base:
-    """A connection; to a path, one that may write, with its tables in place."""
-    is_path = isinstance(address, Path)
+    is_uri = isinstance(address, str)
     base = sqlite3.connect(
-        address, timeout=_PATIENCE, isolation_level=None, check_same_thread=False, uri=not is_path
+        address, _PATIENCE, isolation_level=None, check_same_thread=False, uri=is_uri
     )
     base.row_factory = sqlite3.Row
+    return base
+
+
+def _prepared(base: Base) -> Base:
+    """A connection that may write, with its tables in place."""
     try:
-        if not is_path:
-            base.execute("PRAGMA query_only = 1")
-            return base
         base.execute("PRAGMA journal_mode = WAL")
         # A file whose row was lost in a power cut would be found by key, but by no deletion.
         base.execute("PRAGMA synchronous = FULL")

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.formats import tensorfile
@@ -265,6 +265,16 @@ def expired(metadata: Record) -> bool:
 def marker_bytes() -> bytes:
     """The content of `store.json`."""
     return digests.canonical_json({"keepsight": "store", "format": STORE_FORMAT}).encode()
+
+
+def mark(
+    read: Callable[[str], bytes], write: Callable[[str, Iterable[bytes]], object], where: str
+) -> None:
+    """Check the marker of a store before anything else is written; write it if there is none."""
+    try:
+        check_marker(read(MARKER), where)
+    except (FileNotFoundError, NotADirectoryError, DamagedFile):
+        write(MARKER, [marker_bytes()])
 
 
 def check_marker(data: bytes, where: str) -> None:

@@ -22,7 +22,6 @@ class _CacheEntry(Generic[T]):
     item: T
     nbytes: int
     made: float
-    pinned: bool = False
 
 
 class MemoryCache(Generic[T]):
@@ -47,7 +46,7 @@ class MemoryCache(Generic[T]):
         self._held: OrderedDict[Place, _CacheEntry[T]] = OrderedDict()  # in order of last use
         self._swept = clock()
         self._of, self._owned = Counter[str](), Counter[str]()  # bytes by tenant, by account
-        self._pinned = Counter[str]()  # by account
+        self._pins: set[Place] = set()
         self.nbytes = 0
         self.evictions = 0
 
@@ -98,10 +97,10 @@ class MemoryCache(Generic[T]):
         size, account = self._size(item), account_of(tenant)
         if size > self._room:
             return
-        if pinned and self._too_many_pins(account, size):  # it has grown
-            pinned = False
-        held = self._held[tenant, key] = _CacheEntry(item, size, self._clock(), pinned)
-        self._count(tenant, held, 1)
+        self._held[tenant, key] = _CacheEntry(item, size, self._clock())
+        self._count(tenant, size)
+        if pinned and not self._too_many_pins(account, size):  # otherwise it has grown
+            self._pins.add((tenant, key))
         self._fit(account)
 
     def pop(self, tenant: str, key: str) -> int:
@@ -134,33 +133,35 @@ class MemoryCache(Generic[T]):
 
     def pin(self, tenant: str, key: str, pinned: bool = True) -> bool:
         """Pin or unpin it; False if it is absent."""
+        place, account = (tenant, key), account_of(tenant)
         with self._lock:
-            held, account = self._held.get((tenant, key)), account_of(tenant)
+            held = self._held.get(place)
             if held is None:
                 return False
-            if pinned != held.pinned:
-                if pinned and (error := self._too_many_pins(account, held.nbytes)):
+            if not pinned:
+                self._pins.discard(place)
+            elif place not in self._pins:
+                if error := self._too_many_pins(account, held.nbytes):
                     raise error
-                _add(self._pinned, account, held.nbytes if pinned else -held.nbytes)
-            held.pinned = pinned
+                self._pins.add(place)
             self._fit(account)
             return True
 
     def pinned(self, tenant: str, key: str) -> bool:
         """Whether it is pinned."""
-        held = self._held.get((tenant, key))
-        return held is not None and held.pinned
+        return (tenant, key) in self._pins
 
     def pinning(self) -> set[str]:
         """The tenants that have pins."""
-        if not self._pinned:
-            return set()
         with self._lock:
-            return {tenant for (tenant, _), held in self._held.items() if held.pinned}
+            return {tenant for tenant, _ in self._pins}
 
     def _too_many_pins(self, account: str, more: int) -> PinsFull | None:
         """Why this many more bytes cannot be pinned."""
-        own, everything = self._pinned[account] + more, self._pinned.total() + more
+        sizes = Counter[str]()
+        for place in self._pins:
+            sizes[account_of(place[0])] += self._held[place].nbytes
+        own, everything = sizes[account] + more, sizes.total() + more
         if self.quota is not None and own > self.quota:
             return PinsFull.over("features", own, self.quota, "half of tenant_quota")
         if everything > self.budget:
@@ -178,12 +179,12 @@ class MemoryCache(Generic[T]):
             if self.nbytes <= self.budget:
                 break
             place = next(iter(self._held))
-            if self._held[place].pinned:  # it goes behind, so that the next look need not pass it
+            if place in self._pins:  # it goes behind, so that the next look need not pass it
                 self._held.move_to_end(place)
             self._evict(place)
 
     def _evict(self, place: Place) -> None:
-        if not self._held[place].pinned:
+        if place not in self._pins:
             self._drop(place)
             self.evictions += 1
 
@@ -191,16 +192,16 @@ class MemoryCache(Generic[T]):
         held = self._held.pop(place, None)
         if held is None:
             return 0
-        self._count(place[0], held, -1)
+        self._pins.discard(place)
+        self._count(place[0], -held.nbytes)
         return held.nbytes
 
-    def _count(self, tenant: str, held: _CacheEntry[T], sign: int) -> None:
-        nbytes, account = sign * held.nbytes, account_of(tenant)
+    def _count(self, tenant: str, nbytes: int) -> None:
         self.nbytes += nbytes
-        _add(self._of, tenant, nbytes)
-        _add(self._owned, account, nbytes)
-        if held.pinned:
-            _add(self._pinned, account, nbytes)
+        for counts, name in ((self._of, tenant), (self._owned, account_of(tenant))):
+            counts[name] += nbytes
+            if not counts[name]:
+                del counts[name]
 
     def _expired(self, held: _CacheEntry[T]) -> bool:
         return self.ttl is not None and self._clock() - held.made >= self.ttl
@@ -211,10 +212,3 @@ class MemoryCache(Generic[T]):
             self._swept = self._clock()
             for place in [place for place, held in self._held.items() if self._expired(held)]:
                 self._drop(place)
-
-
-def _add(counts: Counter[str], name: str, more: int) -> None:
-    """Add to a count; drop counts of zero."""
-    counts[name] += more
-    if not counts[name]:
-        del counts[name]

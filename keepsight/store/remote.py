@@ -16,7 +16,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -33,11 +32,14 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import Options, Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Below, Content, Entry, EntryName, Found, layers
-from keepsight.store.files import PART
-from keepsight.store.health import UNREACHABLE, Health
+from keepsight.store.files import together
+from keepsight.store.health import UNREACHABLE
 from keepsight.store.view import Store
 from keepsight.store.writer import REFUSED, ROOM, THERE, WRITTEN, Job, Sum, Writer
+from keepsight.system import private_files
 from keepsight.system.lock import Mutex
+from keepsight.system.places import LIBRARIES
+from keepsight.system.private_files import PART
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -46,20 +48,11 @@ logger = logging.getLogger(__name__)
 
 # These protocols write whole objects; a sibling and a rename would only cost a second copy.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "oci", "memory"}
-# The library for a protocol, and the extra that installs it.
-_LIBRARIES = {
-    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3")),
-    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
-    **dict.fromkeys(("sftp", "ssh"), ("paramiko", None)),
-    **dict.fromkeys(("abfs", "az"), ("adlfs", None)),
-}
 _ABSENT = FileNotFoundError, NotADirectoryError, IsADirectoryError
-_AT_ONCE = 16  # concurrent requests
 _HEAD = 64 << 10  # bytes within which the record of a file usually ends
 _MOST = 200_000  # names kept in memory
 _SURE, _DOUBTFUL = 600.0, 5.0  # seconds for which "present" and "absent" are believed
 T = TypeVar("T")
-S = TypeVar("S")
 
 
 class RemoteStore(Store):
@@ -99,8 +92,8 @@ class Address:
             # A separate instance: fsspec's cache in it is not shared.
             fs, root = fsspec.url_to_fs(self._address, skip_instance_cache=True, **self._options)
         except ImportError as error:
-            if protocol in _LIBRARIES:
-                raise MissingExtra.named(*_LIBRARIES[protocol]) from None
+            if protocol in LIBRARIES:
+                raise MissingExtra.named(*LIBRARIES[protocol]) from None
             raise MissingExtra(f"{protocol}:// needs another library: {error}") from None
         except Exception as error:
             raise StoreError(f"{self.shown} cannot be opened: {error}") from error
@@ -133,7 +126,7 @@ class Address:
         """Write an object, whole or not at all."""
         path = self._path(name)
         if self._protocols & {"file", "local"}:
-            tensorfile.write_whole(Path(path), parts)
+            private_files.write_whole(Path(path), parts)
             return
         data = b"".join(parts)
         if self._protocols & _WHOLE:
@@ -163,7 +156,7 @@ class Address:
 
     def listed(self, folders: list[str]) -> Iterator[Object]:
         """All objects in these folders, each listed by its own request, several at once."""
-        for found in each(self._ls, folders):
+        for found in together(self._ls, folders):
             yield from (_object(name, info) for name, info in found if _is(info, "file"))
 
     def folders(self, folder: str) -> list[str]:
@@ -211,28 +204,13 @@ class Seen:
         self.removals += 1
         self.note(name, None)
 
-    def read(self, name: EntryName, metadata: Record, since: int) -> bool:
-        """Record what a read found that began at this count of removals; whether it may be used."""
-        if layout.expired(metadata):
-            self.note(name, None)
-            return False
-        if since == self.removals:
-            self.note(name, metadata, _SURE)
-        return True
 
-
-class Remote:
-    """The entries of all tenants at one address. `Keeper` says what its methods promise."""
+class Remote(Writer):
+    """The entries of all tenants at one address. `Store` says what its methods promise."""
 
     def __init__(self, link: Address, waiting: int) -> None:
-        self._link, self.label, self._seen = link, link.shown, Seen()
-        self.root: Path | None = None
-        self.budget: int | None = None
-        self.quota: int | None = None
-        self._reads = Health(f"the store {self.label} cannot be read")
-        self._writer = Writer(self.label, waiting, self._write)
-        self.flush, self.close = self._writer.flush, self._writer.close
-        self.retire = self._writer.retire
+        super().__init__(link.shown, waiting, UNREACHABLE)
+        self._link, self._seen = link, Seen()
         self._counted: dict[str | None, tuple[list[Sum], float | None]] = {}  # and when
         data = self._asked(lambda: link.read(layout.MARKER))
         self._is_marked = data is not None
@@ -245,61 +223,71 @@ class Remote:
     # -- reading ---------------------------------------------------------------------------------
 
     def tier(self, name: EntryName) -> str | None:
-        if self._writer.waiting(name) or self._asked(lambda: self._look(name)) is not None:
+        if self.waiting(name) or self._asked(lambda: self._look(name)) is not None:
             return "remote"
         return None
 
-    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
-        wanted = list(names)
-        found: dict[EntryName, Found] = {}
-        for name, content in zip(wanted, each(self._read_one, wanted), strict=True):
-            self._writer.counts.count(name.tenant, "misses" if content is None else "hits")
-            if content is not None:
-                found[name] = content
-        return found
+    def find(self, names: list[EntryName]) -> dict[EntryName, Found]:
+        found = together(self._read_one, names)
+        return {name: it for name, it in zip(names, found, strict=True) if it is not None}
 
     def _read_one(self, name: EntryName) -> Found | None:
-        if job := self._writer.waiting(name):
-            return job.content, job.metadata
-        if self._reads.is_aside or self._seen.find(name) == (True, None):
+        if self._seen.find(name) == (True, None):
             return None
-        since, found = self._seen.removals, None
+        return self._asked(lambda: self._fetched(name, self._whole))
+
+    def _asked(self, ask: Callable[[], T]) -> T | None:
+        """The result of a call to the address; None on any failure."""
+        if self.reads.is_aside:
+            return None
+        answer = None
         try:
-            found = self._whole(name)
-        except _ABSENT:
-            self._seen.note(name, None)
+            answer = ask()
         except WrongFormatVersion as error:
             # Another version's entry is intact, and somebody may still want it.
             logger.warning("%s; left as it is", error)
+        except _ABSENT:
+            pass
+        except Exception as error:
+            self.reads.failed(error)
+            return None
+        self.reads.worked()
+        return answer
+
+    def _fetched(self, name: EntryName, fetch: Callable[[EntryName], Found]) -> Found | None:
+        """An entry, or its header; None if it is absent, over or damaged. Remembers what it is."""
+        since = self._seen.removals
+        try:
+            found = fetch(name)
+        except WrongFormatVersion:
+            raise
+        except _ABSENT:
+            self._seen.note(name, None)
+            return None
         except FileError as error:
             # Its bytes may have been damaged on the way; then others can read it.
             logger.warning("a damaged entry is passed over: %s", error)
             self._seen.note(name, None, float("inf"))
-        except Exception as error:
-            self._reads.failed(error, UNREACHABLE)
             return None
-        self._reads.worked()
-        return found if found and self._seen.read(name, found[1], since) else None
-
-    def _whole(self, name: EntryName) -> Found:
-        place = layout.place(*name)
-        return layout.read_entry(self._link.read(place), name, f"{self.label}/{place}")
+        if layout.expired(found[1]):
+            self._seen.note(name, None)
+            return None
+        if since == self._seen.removals:
+            self._seen.note(name, found[1], _SURE)
+        return found
 
     def _look(self, name: EntryName, ask: bool = False) -> Record | None:
         """The metadata of an entry, from memory or by one small read; None if it is not there.
         `ask`: others may have removed it."""
-        known, found = self._seen.find(name)
-        if known and not (ask and found is not None):
-            return found
-        since = self._seen.removals
-        try:
-            metadata = self._header(name)[1]
-        except WrongFormatVersion:
-            raise
-        except (FileError, *_ABSENT):
-            self._seen.note(name, None)
-            return None
-        return metadata if self._seen.read(name, metadata, since) else None
+        known, metadata = self._seen.find(name)
+        if known and not (ask and metadata is not None):
+            return metadata
+        found = self._fetched(name, self._header)
+        return found and found[1]
+
+    def _whole(self, name: EntryName) -> Found:
+        place = layout.place(*name)
+        return layout.read_entry(self._link.read(place), name, f"{self.label}/{place}")
 
     def _header(self, name: EntryName) -> Found:
         """Record and metadata of an entry; its tensors are neither read nor checked."""
@@ -317,21 +305,6 @@ class Remote:
             raise DamagedFile(f"{where}: its record is longer than it says")
         return layout.of_its_name(name, ({}, record), where)
 
-    def _asked(self, ask: Callable[[], T]) -> T | None:
-        """The result of a call to the address; None on any failure."""
-        if self._reads.is_aside:
-            return None
-        answer = None
-        try:
-            answer = ask()
-        except (WrongFormatVersion, *_ABSENT):
-            pass  # an entry of another version is unusable here, and not to be replaced
-        except Exception as error:
-            self._reads.failed(error, UNREACHABLE)
-            return None
-        self._reads.worked()
-        return answer
-
     def reject(self, name: EntryName, why: str) -> None:
         """Treat an entry as absent here until it is written again, and remove it if that works."""
         logger.warning("damaged entry set aside: %s/%s (%s)", self.label, layout.place(*name), why)
@@ -342,63 +315,42 @@ class Remote:
     def below(self, tenant: str, kind: str, base: str | None, count: int) -> Below:
         """The newest dependents of an entry, from the names of empty objects beside them."""
 
+        def header(key: str) -> Found | None:
+            with contextlib.suppress(WrongFormatVersion):
+                return self._fetched(EntryName(kind, key, tenant), self._header)
+            return None
+
         def find() -> Below:
             there = self._link.listed([layout.dependents_folder(kind, base, tenant)])
             marks = ((one.written, layout.marked_dependent(one.name, base)) for one in there)
             keys = [key for _, key in sorted((at, key) for at, key in marks if key)[-count:]]
-            records = each(lambda key: self._record(EntryName(kind, key, tenant)), keys)
-            found = zip(keys, records, strict=True)
-            return {base: [(key, record) for key, record in found if record is not None]}
+            found = zip(keys, together(header, keys), strict=True)
+            return {base: [(key, it[0][1]) for key, it in found if it is not None]}
 
         return self._asked(find) or {}
-
-    def _record(self, name: EntryName) -> Record | None:
-        since = self._seen.removals
-        try:
-            (_, record), metadata = self._header(name)
-        except (FileError, *_ABSENT):
-            return None
-        return record if self._seen.read(name, metadata, since) else None
 
     # -- writing ---------------------------------------------------------------------------------
 
     def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
         """Hand over an entry to the writer."""
-        if self._writer.waiting(name) is None and self._seen.find(name)[1] is None:
-            self._writer.hand_over(Job(name, content, about, account), None)
+        if self._seen.find(name)[1] is None:
+            super().put(name, content, about, account)
 
-    def _write(self, jobs: list[Job]) -> dict[EntryName, str]:
+    def write(self, jobs: list[Job], became: dict[EntryName, str]) -> None:
         """Write entries, several at once, but none before its base. So an interruption never leaves
         an entry without the one it depends on."""
         if not self._is_marked:
-            try:
-                layout.check_marker(self._link.read(layout.MARKER), self.label)
-            except (FileNotFoundError, DamagedFile):
-                self._link.write(layout.MARKER, [layout.marker_bytes()])
+            layout.mark(self._link.read, self._link.write, self.label)
             self._is_marked = True
-        waiting = {job.name: job for job in jobs}
-        upon: dict[EntryName | None, list[EntryName]] = {}
-        for job in jobs:
-            upon.setdefault(job.base, []).append(job.name)
-        first = [job.name for job in jobs if job.base not in waiting]
-        became: dict[EntryName, str] = {}
-        failed: list[Exception] = []
 
-        def attempt(name: EntryName) -> str:
-            try:
-                return self._write_one(waiting[name])
-            except Exception as error:
-                failed.append(error)
-                return f"{self.label} cannot be written: {error}"
+        def write_one(job: Job) -> None:
+            became[job.name] = self._write_one(job)
 
-        for layer in layers(first, lambda name: upon.get(name, ())):
-            if failed:
-                became |= dict.fromkeys(layer, str(failed[0]))
-            else:
-                became |= dict(zip(layer, each(attempt, layer), strict=True))
-        if failed:
-            self._writer.health.failed(failed[0], UNREACHABLE)
-        return became
+        while jobs:
+            left = {job.name for job in jobs}
+            now = [job for job in jobs if job.base not in left] or jobs  # only damage makes circles
+            together(write_one, now)
+            jobs = [job for job in jobs if job not in now]
 
     def _write_one(self, job: Job) -> str:
         if job.base is not None and not self._is_there(job.base, ask=True):
@@ -428,7 +380,7 @@ class Remote:
 
     def entry(self, name: EntryName) -> Entry | None:
         """An entry from its file's header; None if absent or expired."""
-        if job := self._writer.waiting(name):
+        if job := self.waiting(name):
             return job.entry(job.nbytes)
         metadata = self._asked(lambda: self._look(name))
         if metadata is None:
@@ -444,10 +396,10 @@ class Remote:
 
     def _table(self, tenant: str | None) -> dict[EntryName, Entry]:
         """Every entry with what its header says, including expired and damaged ones."""
-        self._writer.drain()
+        self.drain()
         with self._named_errors("listed"):
             found = list(self._found(tenant))
-            entries = each(self._as_found, found)
+            entries = together(self._as_found, found)
             return {entry.name: entry for entry in entries}
 
     def _as_found(self, one: Object) -> Entry:
@@ -467,7 +419,7 @@ class Remote:
         if tenant is None:
             whose += [f"{folder}/" for folder in self._link.folders("tenants")]
         folders = [f"{prefix}{kind}" for prefix in whose for kind in kinds]
-        return [shard for found in each(self._link.folders, folders) for shard in found]
+        return [shard for found in together(self._link.folders, folders) for shard in found]
 
     def pin(self, name: EntryName, pinned: bool) -> bool:
         """A bucket keeps what it is given; False if the entry is absent."""
@@ -491,7 +443,7 @@ class Remote:
         freed = 0
         with self._named_errors("removed"):
             for layer in reversed(_depths(table, doomed)):
-                gone = each(lambda name: self._remove_one(table[name]), layer)
+                gone = together(lambda name: self._remove_one(table[name]), layer)
                 freed += sum(table[n].nbytes for n, was in zip(layer, gone, strict=True) if was)
             if names is None and image is None:
                 self._remove_rest(tenant)
@@ -508,30 +460,26 @@ class Remote:
         """Remove the marks of dependents, and what killed writers left."""
         kinds = [f"{layout.UPON}/snapshot", *layout.KINDS]
         listed = [one.name for one in self._link.listed(self._shards(tenant, kinds))]
-        for _ in each(
-            self._link.remove, [n for n in listed if PART in n or f"{layout.UPON}/" in n]
-        ):
-            pass
+        together(self._link.remove, [n for n in listed if PART in n or f"{layout.UPON}/" in n])
 
     def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record:
         """Counts since it was opened; and entries and bytes, counted now for a caller who waits at
         least a second, because that lists the address (`counted` says when)."""
-        self._writer.drain(wait)
+        self.drain(wait)
         found = None if wait < 1 else self._asked(lambda: list(self._found(tenant)))
         if found is not None:
             named = ((layout.parse(one.name), one.nbytes) for one in found)
             ones = [(name.tenant, name.kind, 1, nbytes) for name, nbytes in named if name]
             self._counted[tenant] = ones, time.time()
         sums, at = self._counted.get(tenant, ([], None))
-        told = self._writer.stats("remote", sums, at, whose, self._reads)
-        return {**told, "budget": None, "quota": None}
+        return self.told("remote", sums, at, whose)
 
     def check(self, tenant: str | None, repair: bool) -> list[str]:
         """Read everything; return one line per damaged entry or entry without its base. An address
         that does not answer is a line, too."""
         try:
             table = self._table(tenant)
-            wrong = dict(zip(table, each(self._wrong, list(table)), strict=True))
+            wrong = dict(zip(table, together(self._wrong, list(table)), strict=True))
             for name, entry in table.items():
                 if entry.base is not None and entry.base not in table:
                     missing = f"{self.label}/{layout.place(*name)}: what it depends on is absent"
@@ -561,19 +509,6 @@ class Remote:
             raise
         except Exception as error:
             raise StoreError(f"{self.label}: entries cannot be {what}: {error}") from error
-
-
-def each(work: Callable[[S], T], items: list[S]) -> Iterator[T]:
-    """Run `work` for each item, several at once."""
-    if len(items) < 2:
-        yield from map(work, items)
-        return
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="keepsight-remote") as crew:
-        try:
-            begun = [crew.submit(work, item) for item in items]
-        except RuntimeError:  # at exit the interpreter starts no threads
-            begun = []
-        yield from (one.result() for one in begun) if begun else map(work, items)
 
 
 def _depths(table: dict[EntryName, Entry], names: Iterable[EntryName]) -> list[list[EntryName]]:

@@ -39,7 +39,7 @@ class TieredStore(Store):
 
 
 class Tiers:
-    """The entries of all tenants in several stores. `Keeper` says what its methods promise."""
+    """The entries of all tenants in several stores. `Store` says what its methods promise."""
 
     def __init__(self, tiers: list[Keeper]) -> None:
         self.tiers, self.label = tiers, " + ".join(tier.label for tier in tiers)

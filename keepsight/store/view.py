@@ -75,7 +75,12 @@ class Store:
     def put(
         self, kind: str, key: str, tensors: Tensors, record: Record, about: About = NOTHING
     ) -> None:
-        """Hand over an entry, as `Keeper.put` says; its tensors may lie on a device."""
+        """Hand over an entry; its tensors may lie on a device, and must not change afterwards. It
+        is readable at once.
+
+        It may be refused, which is counted: if too much waits to be written, if it alone exceeds
+        the budget (then `flush` says so), or if its base is absent.
+        """
         self._put(kind, key, tensors, record, about)
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
@@ -93,7 +98,7 @@ class Store:
         self.keeper.put(name, (tensors, record), about, self._account)
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """The listing's data on one entry, without reading it."""
+        """The listing's data on one entry, without reading it; None if absent or expired."""
         return self.keeper.entry(self._name(kind, key))
 
     def entries(self) -> Iterator[Entry]:
@@ -102,7 +107,8 @@ class Store:
 
     def below(self, kind: str, key: str | None, count: int) -> Below:
         """The `count` most recently used entries that depend directly on an entry, of its kind; for
-        None, those without a base. `Keeper.below` says what more there may be."""
+        None, those without a base; each with its record. The result is by key of the base, may
+        include further levels, and is complete for each of its keys."""
         if key is not None:
             layout.checked(kind, key)
         return self.keeper.below(self._tenant or "", kind, key, count)
@@ -149,11 +155,12 @@ class Store:
 
     def flush(self) -> None:
         """Return when everything handed over before is safe, of this tenant, or of all if none was
-        chosen; raise `NotStored` with each loss and its reason."""
+        chosen; raise `NotStored` with each loss and its reason. Later evictions are no losses."""
         self.keeper.flush(self._whose)
 
     def close(self) -> None:
-        """Finish writing and release everything; nothing belongs to a tenant's part alone."""
+        """Finish writing and release everything; it may be used again. Nothing belongs to a
+        tenant's part alone."""
         if self._whole is None:
             self.keeper.close()
 

@@ -1,4 +1,5 @@
-"""The one writing thread of a store: entries are written in order, and no answer waits for it.
+"""What a folder and an address have in common: one thread that writes, in order, while no answer
+waits for it.
 
 Waiting entries are readable and bounded in bytes; what does not fit is refused and counted. A store
 that raises is left alone for a while (`health`), and `flush` says what was lost. Every few batches,
@@ -11,14 +12,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from keepsight.errors import NotStored
 from keepsight.kinds import Record
 from keepsight.store import layout
-from keepsight.store.contract import About, Content, Entry, EntryName
+from keepsight.store.contract import About, Content, Entry, EntryName, Found
 from keepsight.store.health import OK, Health, reason
 from keepsight.system import forks
 from keepsight.system.devices import COMPLETE, Fence, to_host
@@ -90,23 +92,20 @@ class Counts:
 
 
 class Writer:
-    """The queue, the thread, and the health of a store.
+    """The queue and its thread, counts, and health of a store.
 
-    `write` writes a batch and says what became of each entry; `tidy` looks after the store;
-    `let_go` is called when the thread ends.
+    Who inherits from it finds entries (`find`), writes a batch of them (`write`), and may look
+    after itself now and then (`tidy`). `problem` names every problem, if the error does not.
     """
 
-    def __init__(
-        self,
-        where: str,
-        room: int,
-        write: Callable[[list[Job]], dict[EntryName, str]],
-        tidy: Callable[[], None] = lambda: None,
-        let_go: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.where, self.room = where, room
-        self._write, self._tidy, self._let_go = write, tidy, let_go
-        self.health = Health(f"the store {where} cannot be written")
+    root: Path | None = None
+    budget: int | None = None
+    quota: int | None = None
+
+    def __init__(self, label: str, room: int, problem: str | None = None) -> None:
+        self.label, self.room = label, room
+        self.health = Health(f"the store {label} cannot be written", name=problem)
+        self.reads = Health(f"the store {label} cannot be read", name=problem)
         self.counts = Counts()
         self._start_anew()
         forks.renew(self._start_anew)  # a forked child has none of its parent's threads
@@ -122,21 +121,49 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._is_ending = False
 
+    def find(self, names: list[EntryName]) -> dict[EntryName, Found]:
+        """Those entries that are written, intact and not expired."""
+        raise NotImplementedError
+
+    def write(self, jobs: list[Job], became: dict[EntryName, str]) -> None:
+        """Write entries, and enter what became of each; what is not entered is refused."""
+        raise NotImplementedError
+
+    def tidy(self) -> None:
+        """Look after the store."""
+
+    def let_go(self) -> None:
+        """Release what the thread used."""
+
     # -- for callers -----------------------------------------------------------------------------
 
-    def hand_over(self, job: Job, why_not: str | None) -> None:
-        """Queue a write if there is room for it, and nothing else speaks against it."""
+    def read(self, names: Iterable[EntryName]) -> dict[EntryName, Found]:
+        """Those entries that wait or are written."""
+        wanted = list(names)
+        jobs = {name: job for name in wanted if (job := self.waiting(name))}
+        found = self.find([name for name in wanted if name not in jobs])
+        found |= {name: (job.content, job.metadata) for name, job in jobs.items()}
+        for name in wanted:
+            self.counts.count(name.tenant, "hits" if name in found else "misses")
+        return found
+
+    def put(self, name: EntryName, content: Content, about: About, account: str) -> None:
+        """Queue a write, if there is room for it and nothing else speaks against it."""
+        if name in self.jobs:
+            return
+        job = Job(name, content, about, account)
+        why_not = larger_than(job.size, self.budget, self.quota)
         with self._changed:
-            if job.name in self.jobs:
+            if name in self.jobs:
                 return
             if self.health.is_aside:
                 why_not = self.health.why
             elif self.jobs and self.nbytes + job.nbytes > self.room:
                 why_not = "too much waits to be written"
             if why_not is not None:
-                self._lose(job.name, why_not)
+                self._lose(name, why_not)
                 return
-            self.jobs[job.name] = job
+            self.jobs[name] = job
             self.nbytes += job.nbytes
             self._awake()
 
@@ -161,7 +188,7 @@ class Writer:
             uses, self.uses = self.uses, Counter()
             return uses
 
-    def stats(
+    def told(
         self,
         tier: str,
         sums: Iterable[Sum],
@@ -178,10 +205,11 @@ class Writer:
             size = {"entries": entries, "bytes": nbytes}
             kinds.setdefault(kind, Counter()).update(size)
             tenants.setdefault(tenant, Counter()).update(size)
-        worst = next((health for health in (self.health, *more) if health.state != OK), self.health)
+        healths = (self.health, self.reads, *more)
+        worst = next((health for health in healths if health.state != OK), self.health)
         mine = [job for job in list(self.jobs.values()) if whose in (None, job.name.tenant)]
         return {
-            "root": self.where,
+            "root": self.label,
             "tier": tier,
             **{what: sum(one[what] for one in kinds.values()) for what in ("entries", "bytes")},
             "kinds": {kind: dict(one) for kind, one in kinds.items()},
@@ -193,6 +221,8 @@ class Writer:
             **self.counts.of(whose),
             "waiting": sum(job.nbytes for job in mine),
             "waiting_budget": self.room,
+            "budget": self.budget,
+            "quota": self.quota,
         }
 
     def drain(self, seconds: float | None = None) -> bool:
@@ -223,7 +253,7 @@ class Writer:
             self._lost_more = self._lost_more - more
         if count := len(mine) + more.total():
             reasons = {name[:2]: why for name, why in mine.items()}
-            raise NotStored.of(self.where, reasons, count, self.health.why or None)
+            raise NotStored.of(self.label, reasons, count, self.health.why or None)
 
     def close(self, seconds: float | None = None) -> None:
         """Finish writing, or give up after `seconds`; stop the thread until it is needed again."""
@@ -232,12 +262,12 @@ class Writer:
             thread, self._is_ending = self._thread, self._thread is not None
             self._changed.notify_all()
         if not self.drain(seconds):
-            logger.warning("giving up on the store %s: entries wait for it", self.where)
+            logger.warning("giving up on the store %s: entries wait for it", self.label)
         elif thread is not None:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
         else:
             self._look_after()
-            self._let_go()
+            self.let_go()
 
     before_exit = close
 
@@ -246,7 +276,7 @@ class Writer:
         in any thread and under any lock."""
         self._is_ending = True
         if self._thread is None:
-            self._let_go()
+            self.let_go()
         elif self._changed.acquire(blocking=False):
             self._changed.notify_all()
             self._changed.release()
@@ -273,7 +303,7 @@ class Writer:
                 pause, batches = _SLEEP, 0
             with self._changed:
                 if is_last and not self.jobs:
-                    self._let_go()
+                    self.let_go()
                     self._thread, self._is_ending = None, False
                     return
 
@@ -290,9 +320,9 @@ class Writer:
         why = self.health.why
         if not self.health.is_aside:
             try:
-                became = self._write(batch)
-                if not self.health.is_aside:  # some of it may have failed
-                    self.health.worked()
+                self.write(batch, became)
+                why = REFUSED
+                self.health.worked()
             except Exception as error:
                 self.health.failed(error)
                 why = reason(error)
@@ -324,7 +354,7 @@ class Writer:
     def _look_after(self) -> None:
         if not self.health.is_aside:
             try:
-                self._tidy()
+                self.tidy()
             except Exception as error:
                 self.health.failed(error)
 

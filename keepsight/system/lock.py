@@ -45,7 +45,6 @@ class FairLock:
         self._inside: dict[int, None] = {}  # threads at work beside it
         self._ending = False
         self._notes: deque[Callable[[], object]] = deque()
-        self._put_off: deque[Callable[[], object]] = deque()  # for whoever takes the lock alone
         self._failed: deque[BaseException] = deque()  # errors of notes; raised by the next call
         self._process = os.getpid()
         self._guard = threading.Lock()
@@ -95,7 +94,6 @@ class FairLock:
         if turn is not None and not self._wait(turn, timeout):
             return False
         self._do_notes()
-        self._do_notes(self._put_off)
         while self._failed:
             logger.error(
                 "an abandoned answer could not be released", exc_info=self._failed.popleft()
@@ -130,11 +128,6 @@ class FairLock:
         with LATER:
             self._notes.append(note)
             self._look_again()
-
-    def put_off(self, note: Callable[[], object]) -> None:
-        """Like `leave`, for work that may take other locks; the garbage collector may have come
-        under one of those. The next thread that asks for this lock does it first."""
-        self._put_off.append(note)
 
     # -- whose turn it is ------------------------------------------------------------------------
 
@@ -195,11 +188,10 @@ class FairLock:
 
     # -- notes -----------------------------------------------------------------------------------
 
-    def _do_notes(self, put_off: deque[Callable[[], object]] | None = None) -> None:
-        notes = self._notes if put_off is None else put_off
-        while notes:
+    def _do_notes(self) -> None:
+        while self._notes:
             try:
-                notes.popleft()()
+                self._notes.popleft()()
             except Exception as error:  # another's error must not keep the lock from this one
                 self._failed.append(error)
             except BaseException:  # an interrupt: it is raised when the lock is given back

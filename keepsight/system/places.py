@@ -22,7 +22,13 @@ _DEVICE = re.compile(r"([a-z]+):?(\d*)")
 _DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "metal": "mps"}
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd", "/dev/dri")
-_LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
+# The library for the protocol of an address, and the extra that installs it.
+LIBRARIES: dict[str, tuple[str, str | None]] = {
+    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
+    **dict.fromkeys(("sftp", "ssh"), ("paramiko", None)),
+    **dict.fromkeys(("abfs", "az"), ("adlfs", None)),
+}
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -72,7 +78,7 @@ def check_listen(host: str, port: int) -> None:
 def check_store_writable(address: str | os.PathLike[str]) -> None:
     """Also refuse a folder that cannot be written, and an address that cannot be opened."""
     text = os.fspath(address)
-    library, extra = _LIBRARIES.get(text.partition("://")[0], ("", ""))
+    library, extra = LIBRARIES.get(text.partition("://")[0], ("", None))
     if library and "://" in text and importlib.util.find_spec(library) is None:
         raise MissingExtra.named(library, extra)
     check_store_folder(text)

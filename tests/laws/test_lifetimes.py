@@ -311,9 +311,9 @@ from keepsight import Together
 
 torch.set_num_threads(1)
 finish = files.together
-def slowly(steps):
+def slowly(*steps):
     time.sleep(0.2)
-    return finish(steps)
+    return finish(*steps)
 files.together = slowly
 
 messages = [turn("What is it?", picture(1))]
@@ -327,7 +327,7 @@ tickets = [together.submit(messages, max_new_tokens=500) for _ in range(3)]
 going = vlm.stream(messages)
 next(going)
 vlm.prepare([turn("Please describe all that you see in this picture. " * 20, picture(2))])
-print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store.keeper._writer.jobs]))
+print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store.keeper.jobs]))
 """
 
 
@@ -352,9 +352,9 @@ def test_a_disk_that_hangs_does_not_keep_the_interpreter(
 ) -> None:
     store, go_on = DiskStore(tmp_path), threading.Event()
     finish = files.together
-    monkeypatch.setattr(files, "together", lambda p: go_on.wait(60) and finish(p))
+    monkeypatch.setattr(files, "together", lambda *p: go_on.wait(60) and finish(*p))
     _put(store)
-    within(60, lambda: store.keeper._writer.before_exit(0.01))
+    within(60, lambda: store.keeper.before_exit(0.01))
     go_on.set()
     store.close()
     assert DiskStore(tmp_path).has("package", "ab" * 32)

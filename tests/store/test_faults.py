@@ -137,6 +137,28 @@ def test_an_operation_that_a_disk_refuses(
     until(lambda: held(store) >= {0, 1, 3} and store.stats()["state"] == "ok")
 
 
+def test_a_batch_that_fails_halfway_is_told_entry_by_entry(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, real = opened(tmp_path), os.replace
+
+    def refuse(source: Any, target: Any) -> None:
+        if KEYS[2] in str(target):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        for number in (1, 2, 3):
+            put(store, number)
+        with pytest.raises(NotStored, match="No space") as refused:
+            store.flush()
+    missing = {KEYS.index(key) for _, key in refused.value.reasons}
+    assert 2 in missing and 1 not in missing and held(store) == {1, 2, 3} - missing
+    fill(store, 2, 3)
+    assert held(store) == {1, 2, 3} and store.check() == []
+
+
 def works(store: DiskStore, act: Callable[[DiskStore], object]) -> bool:
     """Whether a disk refuses an operation no longer."""
     with contextlib.suppress(StoreError):

@@ -223,7 +223,7 @@ def test_it_comes_back_when_the_address_answers_again(store: RemoteStore) -> Non
         store.flush()
     assert not store.has("package", KEYS[2])
     Line.fail = staticmethod(lambda asked, path: None)
-    for health in (store.keeper._writer.health, store.keeper._reads):
+    for health in (store.keeper.health, store.keeper.reads):
         assert health.why
         health.try_now()  # the pause is over
     put(store, 1)

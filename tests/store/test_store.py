@@ -365,7 +365,7 @@ def test_reading_never_touches_the_book(
         raise AssertionError("a reader opened the index")
 
     store = opened(tmp_path)
-    monkeypatch.setattr(store.keeper._writer, "used", lambda name: None)  # what it does later
+    monkeypatch.setattr(store.keeper, "used", lambda name: None)  # what it does later
     for name in ("look", "change"):
         monkeypatch.setattr(Index, name, refuse)
     expect_whole(store)
@@ -662,7 +662,7 @@ def test_a_full_queue_refuses_and_blocks_nobody(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(tmp_path, waiting=100_000)
-    writer = store.keeper._writer
+    writer = store.keeper
     monkeypatch.setattr(writer, "_awake", lambda: None)  # nobody writes
     for key in KEYS:
         store.put("package", key, tensors(0, 5000), {})
@@ -742,6 +742,7 @@ def test_looking_at_a_folder_makes_no_store_of_it(tmp_path: Path, opened: Any) -
     (tmp_path / "mine.txt").write_text("mine")
     store = opened(tmp_path)
     assert store.stats()["entries"] == 0 and store.check() == [] and list(store.entries()) == []
+    assert store.stats()["counted"] is not None and store.stats()["state"] == "ok"
     assert store.get("package", KEYS[0]) is None and store.clear() == store.gc(0) == 0
     store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from keepsight.store import About, DiskStore, files, index, layout
-from keepsight.system import digests
+from keepsight.store import About, DiskStore, index, layout
+from keepsight.system import digests, private_files
 
 SIZE = 700
 
@@ -140,7 +140,7 @@ def dies_at(root: Path, step: int) -> list[str]:
 
         with contextlib.suppress(BaseException):
             spelled, layout.spelled = layout.spelled, slowly
-            files.BUFFER = 0
+            private_files.BUFFER = 0
             for name in ("fsync", "replace", "unlink"):
                 counted(os, name)
             for name in ("put", "drop", "_transaction"):

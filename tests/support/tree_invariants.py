@@ -53,13 +53,13 @@ def _audit_all(runtime: Runtime) -> None:
 
 def audit_cache(cache: MemoryCache[Any]) -> None:
     """Each count of a cache is that of what it holds, and budget and quota hold."""
-    of, owned, pinned = Counter[str](), Counter[str](), Counter[str]()
+    of, owned = Counter[str](), Counter[str]()
     for (tenant, _), held in cache._held.items():
         _require(held.nbytes == cache._size(held.item), "a thing changed its size in memory")
         of[tenant] += held.nbytes
         owned[account_of(tenant)] += held.nbytes
-        pinned[account_of(tenant)] += held.nbytes * held.pinned
-    counts = [(cache._of, of), (cache._owned, owned), (cache._pinned, pinned)]
+    counts = [(cache._of, of), (cache._owned, owned)]
+    _require(cache._pins <= cache._held.keys(), "a pin is left of what is gone")
     _require(all(+told == +true for told, true in counts), f"counted {counts}")
     _require(cache.nbytes == of.total() <= cache.budget, f"{cache.nbytes} bytes, not {of}")
     _require(all(n <= (cache.quota or n) for n in owned.values()), f"over quota: {owned}")

@@ -1,6 +1,6 @@
 // The memory view: bytes in each tier, how much of each prompt was remembered, the pictures held.
 
-import { call, send } from "./api.js";
+import { call } from "./api.js";
 import { announce, button, bytes, el, plural, twice } from "./dom.js";
 import { TIERS, behind, thumbnail } from "./pictures.js";
 
@@ -11,8 +11,8 @@ export function memoryView(room, about) {
   async function draw() {
     const parts = [];
     try {
-      const [stats, images, counted] = await Promise.all([call("v1/cache/stats"), call("v1/cache/images?stored=true"), counters()]);
-      parts.push(tiers(stats), history(about.answers(), counted), held(images.data));
+      const [stats, images] = await Promise.all([call("v1/cache/stats"), call("v1/cache/images?stored=true")]);
+      parts.push(tiers(stats), history(about.answers()), held(images.data));
       trouble.hidden = true;
     } catch (error) {
       say(error);
@@ -67,26 +67,13 @@ const section = (title, ...children) => el("section", {}, el("h3", { text: title
 
 const meter = (value, max, label) => el("meter", { value, max, "aria-label": label });
 
-function history(answers, counted) {
+function history(answers) {
   const rows = answers.slice(-12).map(({ prompt, cached }) => {
     const text = `${cached} of ${plural(prompt, "token")}`;
     return el("li", {}, meter(cached, prompt, text), el("span", { class: "small", text }));
   });
   return section("Prompts remembered, answer by answer",
-    rows.length ? el("ol", { class: "answers" }, ...rows) : el("p", { class: "small", text: "No answer yet on this page." }),
-    counted && el("p", { class: "small", text: counted }));
-}
-
-/** What was remembered since the server started, for those who may know that of everybody. */
-async function counters() {
-  try {
-    const told = await (await send("metrics")).text();
-    const read = (name) => Number(new RegExp(`^keepsight_${name}_total ([0-9.e+]+)$`, "m").exec(told)?.[1] ?? 0);
-    return `Since the server started, for everybody: ${read("prefix_cache_hits")} of ${plural(read("prefix_cache_queries"), "prompt token")} `
-      + `remembered, ${read("mm_cache_hits")} of ${plural(read("mm_cache_queries"), "picture")} not looked at again.`;
-  } catch {
-    return null; // not with this key
-  }
+    rows.length ? el("ol", { class: "answers" }, ...rows) : el("p", { class: "small", text: "No answer yet on this page." }));
 }
 
 function tiers({ features, prefix, store, files, everyone }) {

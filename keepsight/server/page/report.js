@@ -5,7 +5,7 @@ import { TIERS, thumbnail, tierOf } from "./pictures.js";
 
 const GLOSSES = [
   [/^new$/, "not seen before"], [/^diverged at token (\d+)/, "what is remembered goes on differently from there"],
-  [/^no boundary yet/, "too short a stretch to be remembered on its own"], [/^no snapshot between/, "nothing is remembered that ends there"],
+  [/^no snapshot between/, "nothing is remembered that ends there"],
   [/^evicted/, "it was remembered, and made room for something else"], [/^other weights/, "the model has changed since"],
   [/^made elsewhere/, "remembered features were made in another way, and are not mixed"],
   [/^whole prompt/, "the very same prompt was answered before"],
