@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,13 +13,6 @@ from PIL import Image
 from support.server_harness import QUESTION, Live, asked, live, opening, png, scene, uri
 
 import keepsight as ks
-
-
-@pytest.fixture(scope="module")
-def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm, live(vlm) as it:
-        yield it
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from support.server_harness import Live, Scripted, live, until
+from support.server_harness import Scripted, bearer, live, until
 
 from keepsight.server.config import ApiKey
 from keepsight.server.fetch import Fetcher
@@ -102,25 +102,12 @@ def test_what_one_client_waits_for_no_other_waits_for(
 
     monkeypatch.setattr(kind, method, slow)
     with live(demo, Scripted("hi"), keys=KEYS) as server:
-        answers = _asked(server, path, body, 2 * count)
+        answers = server.crowd(path, body, 2 * count, "much")
         until(lambda: len(stuck) >= max(1, count * 3 // 4))
         time.sleep(0.2)
         first.set()
         begun = time.monotonic()
-        who = {"authorization": "Bearer little-key"}
-        assert server.call(path, body, headers=who)[0] in (200, 400, 404)
+        assert server.call(path, body, headers=bearer("little"))[0] in (200, 400, 404)
         assert time.monotonic() - begun < 20  # what the first client asked waits for 60
         over.set()
         until(lambda: len(answers) == 2 * count)
-
-
-def _asked(server: Live, path: str, body: Any, count: int) -> list[Any]:
-    answers: list[Any] = []
-
-    def ask() -> None:
-        who = {"authorization": "Bearer much-key"}
-        answers.append(server.call(path, body, headers=who))
-
-    for _ in range(count):
-        threading.Thread(target=ask, daemon=True).start()
-    return answers
