@@ -221,7 +221,6 @@ class ServerConfig(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _with_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The keys of flags beside those of the file."""
         keys = list(given.get("keys", ()))
         for name in ("api_key", "admin_key"):
             texts = _texts(given.get(name, ()))

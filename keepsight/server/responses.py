@@ -71,7 +71,6 @@ def in_its_words(problem: ApiError) -> ApiError:
 
 
 def _items_of(body: schema.ResponsesRequest) -> list[Placed]:
-    """The items of a body in any form."""
     if isinstance(body.input, str):
         return [(schema.MessageItem(role="user", content=body.input), "input")]
     return [(item, f"input[{number}]") for number, item in enumerate(body.input)]
@@ -332,7 +331,6 @@ def _unknown(what: str, given: str, param: str) -> ApiError:
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes for answers, and for one stored response."""
     router = APIRouter(tags=["answers"])
     store, threads, one = service.responses, service.threads, "/v1/responses/{response_id}"
 

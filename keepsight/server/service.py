@@ -89,7 +89,6 @@ class Service:
     def reader(
         self, body: schema.PixelLimits, visit: Visit, may_wait: bool = True
     ) -> MessageReader:
-        """What reads the media of a request."""
         whose, limits, sizes = visit.who().tenant, body.limits(), self.model.sizes
         return MessageReader(self.config, self.files, whose, limits, sizes, visit.unused, may_wait)
 
