@@ -68,12 +68,16 @@ class Document:
             raise ImageError(f"{path} cannot be opened as a PDF: {error}{hint}") from None
         if from_file and not 0 < self.pages <= MAX_PAGES:
             raise ImageError(f"{path} has {self.pages} pages, expected 1 to {MAX_PAGES}")
-        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
-        self.name = digests.digest("pdf", data, made_by)
+        self._data = data
 
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # the garbage collector may call this at any moment: never wait
             self._lock.leave(self._open.close)
+
+    @functools.cached_property
+    def name(self) -> str:
+        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
+        return digests.digest("pdf", self._data, made_by)
 
     def size(self, number: int) -> tuple[float, float]:
         """Width and height of a page in points."""

@@ -206,8 +206,15 @@ def _pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> 
         scales.append(scale)
     for number, scale in enumerate(scales):
         name = digests.digest("sent pdf page", document.name, number, dpi, cap)
-        draw = functools.partial(document.draw, number, POINTS * scale)
+        draw = functools.partial(_drawn, data, number, POINTS * scale)
         yield Source(name, draw, f"page {number + 1} of a PDF", [], options=shown.options)
+
+
+def _drawn(data: bytes, number: int, dpi: float) -> Image.Image:
+    """A page of a PDF that is open for so long: whoever holds a page holds no memory of PDFium."""
+    from keepsight.encode.documents import Document
+
+    return Document("a PDF", data).draw(number, dpi)
 
 
 # -- messages --------------------------------------------------------------------------------------
