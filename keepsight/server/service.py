@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Tell = Callable[[Piece | Ticket], None]
+Rendered = tuple[RenderedMessages, Record, str]  # messages, template options, tenant
 
 
 class Service:
@@ -68,10 +69,8 @@ class Service:
 
     # -- from bodies to requests -----------------------------------------------------------------
 
-    async def rendering(
-        self, body: schema.Rendering, visit: Visit
-    ) -> tuple[RenderedMessages, Record, str]:
-        """Messages, template options and tenant of any request with a prompt."""
+    async def rendering(self, body: schema.Rendering, visit: Visit) -> Rendered:
+        """What any request with a prompt is made of."""
         return await self._beside(visit, partial(self._rendering, body, visit))
 
     async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
@@ -92,9 +91,7 @@ class Service:
         whose, limits, sizes = visit.who().tenant, body.limits(), self.model.sizes
         return MessageReader(self.config, self.files, whose, limits, sizes, visit.unused, may_wait)
 
-    def _rendering(
-        self, body: schema.Rendering, visit: Visit, may_wait: bool
-    ) -> tuple[RenderedMessages, Record, str]:
+    def _rendering(self, body: schema.Rendering, visit: Visit, may_wait: bool) -> Rendered:
         template = self.model.template_options(body, visit.unused)
         if body.shown_tools:
             self.model.check_tools()
