@@ -5,12 +5,39 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from keepsight.server import config, schema
+from keepsight.server.config import ServerConfig
+from keepsight.server.schema import TABLE
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+def settings() -> str:
+    """All settings, by their groups."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    group = None
+    for name, one in ServerConfig.model_fields.items():
+        if one.title != group:
+            group = one.title
+            rows.append(f"| **{group}** | | |")
+        default = "" if one.default in (None, ()) else f"`{one.default}`"
+        default = default.lower() if isinstance(one.default, bool) else default
+        rows.append(f"| `{name}` | {default} | {(one.description or '').removesuffix('.')} |")
+    return "\n".join(rows) + "\n"
+
+
+def fields() -> str:
+    """What becomes of each field of each body."""
+    rows = ["| body | honoured | named | refused |", "|---|---|---|---|"]
+    for path, kind in TABLE.items():
+        names = (kind.model_fields, kind.IGNORED, kind.REFUSED)
+        cells = [", ".join(f"`{name}`" for name in sorted(each)) for each in names]
+        rows.append(f"| {path} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 TABLES = (
-    ("settings.md", r"\| setting \| default \| meaning \|\n(?:\|.*\n)+", config.table),
-    ("http.md", r"\| body \| honoured \| named \| refused \|\n(?:\|.*\n)+", schema.table),
+    ("settings.md", r"\| setting \| default \| meaning \|\n(?:\|.*\n)+", settings),
+    ("http.md", r"\| body \| honoured \| named \| refused \|\n(?:\|.*\n)+", fields),
 )
 
 if __name__ == "__main__":

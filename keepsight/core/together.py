@@ -191,6 +191,7 @@ class Desk:
         failed = "failed" if seq.error is not None else ""
         outcome = failed or ("cancelled" if seq.cancelled else "finished")
         self.leave(seq.account, outcome, time.perf_counter() - begun)
+        seq.on_piece = seq.on_end = None  # they hold it: its pictures would wait for the collector
         ticket.end(seq.error)
 
     def cancel(self, seq: Sequence) -> None:
@@ -251,6 +252,7 @@ class Errand:
             raise
         self._done.wait()
         failed = next((seq for seq in self._sequences if seq.error is not None), None)
+        self._sequences = []  # each holds this errand
         outcome = "cancelled" if self._cancelled else "failed" if failed else "finished"
         self._desk.leave(self._account, outcome, time.perf_counter() - begun)
         if failed is not None:

@@ -27,7 +27,7 @@ from keepsight.system.optional import optional
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
-_POINTS = 72  # PDF points per inch
+POINTS = 72  # PDF points per inch
 
 
 def pdfium() -> ModuleType:
@@ -47,12 +47,15 @@ def _lock_of(process: int) -> FairLock:
 class Document:
     """An open PDF. Pages are drawn in any thread, one at a time."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, data: bytes | None = None) -> None:
+        """A file; or bytes that errors call `path`, whose giver limits their size and pages."""
         self._library, self._lock, self.path = pdfium(), pdf_lock(), path
+        from_file = data is None
         try:
-            if Path(path).stat().st_size > MAX_DOCUMENT:
-                raise ImageError(f"{path} is larger than {MAX_DOCUMENT} bytes")
-            data = Path(path).read_bytes()
+            if data is None:
+                if Path(path).stat().st_size > MAX_DOCUMENT:
+                    raise ImageError(f"{path} is larger than {MAX_DOCUMENT} bytes")
+                data = Path(path).read_bytes()
             with self._lock:
                 self._open = self._library.PdfDocument(data)
                 self.pages = len(self._open)
@@ -63,31 +66,46 @@ class Document:
                 "; it is encrypted, save it without a password" if "assword" in str(error) else ""
             )
             raise ImageError(f"{path} cannot be opened as a PDF: {error}{hint}") from None
-        if not 0 < self.pages <= MAX_PAGES:
+        if from_file and not 0 < self.pages <= MAX_PAGES:
             raise ImageError(f"{path} has {self.pages} pages, expected 1 to {MAX_PAGES}")
-        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
-        self._name = digests.digest("pdf", data, made_by)
+        self._data = data
 
     def __del__(self) -> None:
         if hasattr(self, "_open"):  # the garbage collector may call this at any moment: never wait
             self._lock.leave(self._open.close)
 
-    def draw(self, number: int, dpi: int) -> Image.Image:
+    @functools.cached_property
+    def name(self) -> str:
+        made_by = f"{self._library.PDFIUM_INFO} {PIL.__version__}"
+        return digests.digest("pdf", self._data, made_by)
+
+    def size(self, number: int) -> tuple[float, float]:
+        """Width and height of a page in points."""
+        try:
+            with self._lock:
+                width, height = self._open.get_page_size(number)
+        except self._library.PdfiumError as error:
+            raise ImageError(f"page {number + 1} of {self.path} is damaged: {error}") from None
+        return width, height
+
+    def draw(self, number: int, dpi: float) -> Image.Image:
         """Draw a page, counted from 0, as an RGB image."""
-        label, scale = f"{self.path}#page={number + 1}", dpi / _POINTS
+        label, scale = f"{self.path}#page={number + 1}", dpi / POINTS
         try:
             with self._lock:
                 page = self._open[number]
                 try:
                     width, height = (side * scale for side in page.get_size())
-                    if not (width >= 1 and height >= 1 and width * height <= MAX_PIXELS):
+                    if not 1 <= width * height <= MAX_PIXELS:
                         raise ImageError(
-                            f"{label} is {width:.0f}x{height:.0f} pixels at {dpi} dpi, expected 1 "
-                            f"to {MAX_PIXELS} pixels; choose another dpi"
+                            f"{label} is {width:.0f}x{height:.0f} pixels at {dpi:.0f} dpi, "
+                            f"expected 1 to {MAX_PIXELS} pixels; choose another dpi"
                         )
-                    drawn = page.render(scale=scale, rev_byteorder=True).to_pil()
-                    image: Image.Image = drawn.convert("RGB")  # a copy: its memory is the page's
-                    return image
+                    # In the library's own memory: buffers that Python makes block other threads.
+                    maker = self._library.PdfBitmap.new_foreign
+                    drawn = page.render(scale=scale, rev_byteorder=True, bitmap_maker=maker)
+                    image: Image.Image = drawn.to_pil()  # it copies RGB, and shares other formats
+                    return image if image.mode == "RGB" else image.convert("RGB")
                 finally:
                     page.close()
         except self._library.PdfiumError as error:
@@ -95,7 +113,7 @@ class Document:
 
     def source(self, number: int, dpi: int) -> Source:
         """The source of a page; it is drawn only if it is not known yet."""
-        name = digests.digest("pdf page", self._name, number, dpi)
+        name = digests.digest("pdf page", self.name, number, dpi)
         label = f"{self.path}#page={number + 1}"
         return Source(name, lambda: self.draw(number, dpi), label, [], file=file_label(label))
 

@@ -257,8 +257,6 @@ def closing() -> ApiError:
 
 @dataclass
 class Visit:
-    """One request, as the log will show it."""
-
     id: str
     method: str
     path: str
@@ -328,8 +326,6 @@ def visit_of(request: Request) -> Visit:
 
 
 class RequestMiddleware:
-    """ASGI middleware around the application."""
-
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
         self._app, self._service = app, service
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}

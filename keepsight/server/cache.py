@@ -173,8 +173,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
         """Pin pictures or a whole conversation. What messages need and is missing is computed; a
         picture given by key must be remembered."""
         tenant = visit.who().salted(body.cache_salt)
-        if body.images is not None:
-            keys = _keys_in(body, body.images)
+        if keys := _keys_in(body):
             await change(lambda: _pin_images(service, keys, tenant, pinned=body.pinned))
         else:
             what, options, named = await meant(body, visit, learn=True)
@@ -194,8 +193,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
     async def delete(body: HeldRequest, visit: Visit) -> Record:
         """Remove pictures, or a whole conversation, and everything computed from them."""
         tenant = visit.who().salted(body.cache_salt)
-        if body.images is not None:
-            keys = _keys_in(body, body.images)
+        if keys := _keys_in(body):
             freed = await change(lambda: pins.delete_images(vlm.runtime, keys, tenant))
         else:
             what, options, named = await meant(body, visit, learn=False)
@@ -205,11 +203,14 @@ def _add_held(router: APIRouter, service: Service) -> None:
         return {"object": "cache.delete", "bytes_freed": freed, "images": keys}
 
 
-def _keys_in(body: HeldRequest, images: list[str]) -> list[str]:
+def _keys_in(body: HeldRequest) -> list[str]:
+    """The keys that a request names; none if it speaks of messages."""
+    if body.images is None:
+        return []
     if body.messages is not None:
         raise invalid("images", "give either images by their keys, or messages")
     _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
-    return list(dict.fromkeys(images))
+    return list(dict.fromkeys(body.images))
 
 
 def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
@@ -247,33 +248,24 @@ def _rows(service: Service, tenant: str, stored: bool) -> list[Record]:
     packages, store = runtime.caches.packages, runtime.store_of(tenant)
     with runtime.lock:
         held = [(package, packages.pinned(tenant, key)) for key, package in packages.items(tenant)]
-    rows: list[Record] = [
-        {
-            "key": package.key,
-            "kind": package.modality,
-            "tokens": package.tokens,
-            "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
-            "pinned": pinned,
-            "tier": "memory",
-        }
-        for package, pinned in held
+    rows = [
+        _row(one.key, one.modality, one.tokens, one.nbytes, pinned, "memory")
+        for one, pinned in held
     ]
     if store is None or not stored:
         return rows
     nearer = {row["key"] for row in rows}
     entries = (e for e in store.entries() if e.kind == "package" and e.media)
     new = (entry for entry in entries if entry.media[0] not in nearer)
-    return rows + [
-        {
-            "key": entry.media[0],
-            "kind": None,
-            "tokens": None,
-            "bytes": entry.nbytes,
-            "pinned": entry.pinned,
-            "tier": store.tier("package", entry.key),
-        }
-        for entry in heapq.nlargest(_MOST, new, operator.attrgetter("used"))
-    ]
+    for entry in heapq.nlargest(_MOST, new, operator.attrgetter("used")):
+        tier = store.tier("package", entry.key)
+        rows.append(_row(entry.media[0], None, None, entry.nbytes, entry.pinned, tier))
+    return rows
+
+
+def _row(*values: object) -> Record:
+    names = ("key", "kind", "tokens", "bytes", "pinned", "tier")
+    return dict(zip(names, values, strict=True))
 
 
 # -- all that is remembered ------------------------------------------------------------------------

@@ -84,8 +84,6 @@ class _Choice:
 
 
 class _Chat:
-    """One request: its choices as they grow."""
-
     def __init__(
         self, service: Service, body: ChatRequest, answers: list[AnswerStream], visit: Visit
     ) -> None:

@@ -107,8 +107,6 @@ def _check_ids(ids: Sequence[int], service: Service, place: str) -> None:
 
 
 class _Completions:
-    """One request on its way to its choices."""
-
     def __init__(self, service: Service, body: CompletionRequest, visit: Visit) -> None:
         self._service, self._body, self._visit = service, body, visit
         self._runtime, self._tenant = service.vlm.runtime, visit.who().salted(body.cache_salt)

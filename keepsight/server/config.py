@@ -221,7 +221,6 @@ class ServerConfig(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _with_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The keys of flags beside those of the file."""
         keys = list(given.get("keys", ()))
         for name in ("api_key", "admin_key"):
             texts = _texts(given.get(name, ()))
@@ -280,17 +279,3 @@ def _refusal(error: ValidationError) -> Exception:
     if name == "keys":  # never shown: it may hold a secret
         return InputError(f"{'.'.join(map(str, place))}: {why}")
     return InputError(f"{name} is {json.dumps(first['input'], default=str)}: {why}")
-
-
-def table() -> str:
-    """The settings as rows of Markdown, by their groups."""
-    rows = ["| setting | default | meaning |", "|---|---|---|"]
-    group = None
-    for name, one in ServerConfig.model_fields.items():
-        if one.title != group:
-            group = one.title
-            rows.append(f"| **{group}** | | |")
-        default = "" if one.default in (None, ()) else f"`{one.default}`"
-        default = default.lower() if isinstance(one.default, bool) else default
-        rows.append(f"| `{name}` | {default} | {(one.description or '').removesuffix('.')} |")
-    return "\n".join(rows) + "\n"

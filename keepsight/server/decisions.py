@@ -25,14 +25,14 @@ from keepsight.report import GroupReport, Report
 from keepsight.server import schema
 from keepsight.server.access import Visit, posts
 from keepsight.server.chat import counts
-from keepsight.server.errors import ApiError, invalid, missing
+from keepsight.server.errors import invalid, missing
 from keepsight.server.media import MessageReader
+from keepsight.server.responses import counted
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
 _FIELD = re.compile(r"(state|questions|assets)\b(?:\[[^\]]*\])?")
-_NUMBERED = re.compile(r"assets\[(\d+)\](\.image_url)?")
 _RELEVANT = {"relevant": {"type": "noul", "instructions": "Is the document relevant to the query?"}}
 
 
@@ -59,32 +59,27 @@ def routes(service: Service) -> APIRouter:
                 if (field := _FIELD.match(str(error))) is None:
                     raise
                 raise invalid(field[0], str(error)) from error
-            return found[0].report, told(body, found[0].report, kind, **made(found))
+            report = found[0].report
+            answer = {"model": service.model.name, **made(found)}
+            if kind:
+                cached = {"cached_tokens": report.cached_tokens}
+                usage = counts(report.prompt_tokens, 0, prompt_tokens_details=cached)
+                answer |= {"id": f"{kind}-{uuid.uuid4().hex}", "usage": usage}
+            if body.keepsight is not None and body.keepsight.report:
+                answer["keepsight"] = {"report": report.to_dict()}
+            return report, answer
 
         report, answer = await service.on_errand(visit, decide)
         visit.who().spend(report.usage.prompt_tokens)
         visit.answered(report.usage, Report(milliseconds=report.milliseconds), "stop")
         return answer
 
-    def told(
-        body: schema.SharedFields, report: GroupReport, kind: str = "", **more: object
-    ) -> Record:
-        """A response: its model, what it says, and the report on request."""
-        made: Record = {"model": service.model.name}
-        if kind:
-            cached = {"cached_tokens": report.cached_tokens}
-            usage = counts(report.prompt_tokens, 0, prompt_tokens_details=cached)
-            made = {"id": f"{kind}-{uuid.uuid4().hex}", **made, "usage": usage}
-        if body.keepsight is not None and body.keepsight.report:
-            more["keepsight"] = {"report": report.to_dict()}
-        return made | more
-
     @posts(router, "/v1/systemone", schema.SystemOneRequest, "systemone")
     async def systemone(body: schema.SystemOneRequest, visit: Visit) -> object:
         """Typed questions (`noul`, `choice`, `score`) about a state, as in Transformers."""
 
         def build(reader: MessageReader) -> list[Record]:
-            assets = _assets(reader, body.assets)
+            assets = {name: _asset(reader, name, one) for name, one in body.assets.items()}
             return [{"state": body.state, "questions": body.questions, "assets": assets}]
 
         if not isinstance(body.state, str | dict | list):
@@ -107,10 +102,8 @@ def routes(service: Service) -> APIRouter:
         """How well pairs of texts or pictures fit: the probability of a yes."""
 
         def made(found: list[Decisions]) -> Record:
-            data = [
-                {"index": i, "object": "score", "score": one["relevant"]["noul"]}
-                for i, one in enumerate(found)
-            ]
+            scores = [one["relevant"]["noul"] for one in found]
+            data = [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
             return {"object": "list", "created": int(time.time()), "data": data}
 
         build = _pairs(*body.sides(), body.instruction)
@@ -122,9 +115,11 @@ def routes(service: Service) -> APIRouter:
         def made(found: list[Decisions]) -> Record:
             results = [
                 {"index": i, "relevance_score": one["relevant"]["noul"]}
-                | ({} if body.return_documents is False else {"document": _shown(document)})
-                for i, (one, document) in enumerate(zip(found, body.documents, strict=True))
+                for i, one in enumerate(found)
             ]
+            if body.return_documents is not False:
+                for result, document in zip(results, body.documents, strict=True):
+                    result["document"] = _shown(document)
             results.sort(key=lambda one: -one["relevance_score"])
             return {"results": results[: body.top_n or None]}
 
@@ -140,30 +135,18 @@ def routes(service: Service) -> APIRouter:
 # -- pictures ------------------------------------------------------------------------------------
 
 
-def _assets(reader: MessageReader, given: dict[str, schema.Asset]) -> dict[str, object]:
-    """The images of System One by their placeholders; errors name them so."""
-    urls = [f"data:image/{one.format or 'png'};base64,{one.data_base64}" for one in given.values()]
-    try:
-        images = _images(reader, urls, "assets")
-    except ApiError as problem:
-        if (found := _NUMBERED.match(problem.param or "")) is not None:
-            problem.param = f"assets[{list(given)[int(found[1])]!r}].data_base64"
-            problem.message = problem.message.replace(found[0], problem.param)
-        raise
-    return dict(zip(given, images, strict=True))
+def _image(reader: MessageReader, url: str, place: str, part: str, inside: str) -> object:
+    """The one picture at an address. `place`, `part`, `inside`: what errors call it."""
+    match reader.picture(url, "image_url", part, inside):
+        case [{"type": "image", "image": image}]:
+            return image
+    raise invalid(place, f"{place}: each must be one picture")
 
 
-def _images(reader: MessageReader, urls: Sequence[str], place: str) -> list[object]:
-    """Pictures at addresses, within the limits of the server."""
-    if not urls:
-        return []
-    parts: list[schema.Part] = [schema.MediaPart(type="image_url", image_url=url) for url in urls]
-    message = schema.ChatMessage(role="user", content=parts).called(place, place)
-    (read,) = reader.messages([message], "")
-    images = [part["image"] for part in read["content"] if part["type"] == "image"]
-    if len(images) != len(urls):
-        raise invalid(place, f"{place}: each must be one picture")
-    return images
+def _asset(reader: MessageReader, name: str, given: schema.Asset) -> object:
+    url = f"data:image/{given.format or 'png'};base64,{given.data_base64}"
+    where = f"assets[{name!r}].data_base64"
+    return _image(reader, url, "assets", where, where)
 
 
 class _Pictures:
@@ -198,8 +181,11 @@ class _Pictures:
         return "\n".join(words)
 
     def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
-        images = _images(reader, [*self._names], place)
-        return dict(zip(self._names.values(), images, strict=True))
+        found = {}
+        for number, (url, name) in enumerate(self._names.items()):
+            part = f"{place}[{number}]"
+            found[name] = _image(reader, url, place, part, f"{part}.image_url")
+        return found
 
 
 class _Asked:
@@ -263,16 +249,8 @@ class _Asked:
 
     def made(self, found: list[Decisions]) -> Record:
         report = found[0].report
-        usage = {
-            "input_tokens": report.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": report.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": 0,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": report.prompt_tokens,
-        }
+        cached = {"cached_tokens": report.cached_tokens, "cache_write_tokens": 0}
+        usage = counted(report.prompt_tokens, cached)
         return {"answers": self._answers(found[0]), "usage": usage}
 
     def _answers(self, found: Decisions) -> list[Record]:

@@ -22,8 +22,6 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """One refusal, ready to be sent."""
-
     def __init__(
         self,
         status: int,

@@ -39,8 +39,6 @@ _ISATAP = (0x00005EFE, 0x02005EFE)  # prefix before an embedded IPv4 address
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Fetches pictures under one set of limits."""
-
     max_bytes: int
     seconds: float
     allow_private: bool = False

@@ -15,10 +15,9 @@ import re
 import stat
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import PIL
 from PIL import Image
@@ -189,78 +188,39 @@ def _too_large(what: str, largest: int, hint: str) -> ApiError:
 
 def _pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
     """The pages of a PDF, each at most `largest` pixels, drawn only if not yet known."""
-    from keepsight.encode import documents  # optional: it needs pypdfium2
+    from keepsight.encode.documents import POINTS, Document  # optional: it needs pypdfium2
 
-    library, cap = documents.pdfium(), shown.most
-    with _opened_pdf(data) as document:
-        count = len(document)
-        if not 0 < count <= most:
-            what = f"a PDF has {count} pages; expected 1 to {most} in one request"
-            raise invalid("messages", what)
-        for number in range(count):
-            size = document.get_page_size(number)
-            width, height = (max(1, round(side * _scale(size, cap, dpi))) for side in size)
-            if width * height > largest:
-                what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
-                raise _too_large(what, largest, "with max_pixels it is drawn smaller")
-    name = digests.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
-    for number in range(count):
-        label = f"page {number + 1} of a PDF"
-        page = digests.digest("sent pdf page", name, number, dpi, cap)
-        draw = functools.partial(_drawn, data, number, cap, dpi, label)
-        yield Source(page, draw, label, [], options=shown.options)
-
-
-@contextlib.contextmanager
-def _opened_pdf(data: bytes) -> Iterator[Any]:
-    """A PDF, under the one lock for all: the library is not thread-safe."""
-    from keepsight.encode import documents
-
-    library = documents.pdfium()
-    with documents.pdf_lock():
-        try:
-            document = library.PdfDocument(data)
-        except library.PdfiumError:
-            raise ImageError("a PDF cannot be opened: it is damaged, or needs a password") from None
-        try:
-            yield document
-        finally:
-            document.close()
+    document, cap = Document("a PDF", data), shown.most
+    if not 0 < document.pages <= most:
+        what = f"a PDF has {document.pages} pages; expected 1 to {most} in one request"
+        raise invalid("messages", what)
+    scales: list[float] = []  # pixels per point
+    for number in range(document.pages):
+        size, scale = document.size(number), dpi / POINTS
+        if cap is not None:
+            scale = min(scale, (cap / max(size[0] * size[1], 1)) ** 0.5)
+        width, height = (max(1, round(side * scale)) for side in size)
+        if width * height > largest:
+            what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
+            raise _too_large(what, largest, "with max_pixels it is drawn smaller")
+        scales.append(scale)
+    for number, scale in enumerate(scales):
+        name = digests.digest("sent pdf page", document.name, number, dpi, cap)
+        draw = functools.partial(_drawn, data, number, POINTS * scale)
+        yield Source(name, draw, f"page {number + 1} of a PDF", [], options=shown.options)
 
 
-def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:
-    """Pixels per point of a page, so that the picture stays below the limit."""
-    scale = dpi / 72
-    return scale if cap is None else min(scale, (cap / max(size[0] * size[1], 1)) ** 0.5)
+def _drawn(data: bytes, number: int, dpi: float) -> Image.Image:
+    """A page of a PDF that is open for so long: whoever holds a page holds no memory of PDFium."""
+    from keepsight.encode.documents import Document
 
-
-def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> Image.Image:
-    from keepsight.encode import documents
-
-    library = documents.pdfium()
-    with _opened_pdf(data) as document:
-        try:
-            page = document[number]
-            width, height = page.get_size()
-            scale = _scale((width, height), cap, dpi)
-            area = width * height * scale * scale
-            if not 1 <= area <= MAX_PIXELS:
-                raise ImageError(f"{label} is {area:.0f} pixels large at {dpi} dpi")
-            # In the library's own memory, because Python-made buffers block other threads.
-            maker = library.PdfBitmap.new_foreign
-            bitmap = page.render(scale=scale, rev_byteorder=True, bitmap_maker=maker)
-            image: Image.Image = bitmap.to_pil()  # it copies RGB, and shares other formats
-            return image if image.mode == "RGB" else image.convert("RGB")
-        except library.PdfiumError:
-            raise ImageError(f"{label} cannot be drawn") from None
+    return Document("a PDF", data).draw(number, dpi)
 
 
 # -- messages --------------------------------------------------------------------------------------
 
 _LOW = 512 * 512  # the limit for `detail: "low"`
 _FETCHED = ("http", "https")
-_ON_DISK = ("file-", "file:", "/")  # uploads by id, and files below allowed folders
-_LONGEST_PATH = 4096  # base64 may begin with a slash too
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
 _NAME = re.compile(r"\bmessage(\.name\b|\[.name.\])")  # of a speaker, in a chat template
 _VIDEO = ("video_url", "video", "url", "path")
@@ -285,24 +245,8 @@ _ALONE = (
 )
 
 
-def waits(messages: Iterable[ChatMessage]) -> bool:
-    """Whether any medium of some messages is on a disk or at another server."""
-    return any(
-        _scheme(address) in _FETCHED
-        or (address.startswith(_ON_DISK) and len(address) <= _LONGEST_PATH)
-        for message in messages
-        for address in _addresses(message)
-        if isinstance(address, str)
-    )
-
-
-def _addresses(message: ChatMessage) -> Iterator[object]:
-    """Whatever may be the address of a medium."""
-    yield from message.images or ()
-    for part in message.content if isinstance(message.content, list) else ():
-        if isinstance(part, MediaPart):
-            for value in vars(part).values():
-                yield from vars(value).values() if isinstance(value, Address) else (value,)
+class Waits(Exception):
+    """A medium is on a disk or at another server, and this reader must not wait."""
 
 
 def _scheme(url: str) -> str:
@@ -312,7 +256,8 @@ def _scheme(url: str) -> str:
 
 @dataclass
 class MessageReader:
-    """Reads the messages of one request. `tenant` owns the uploaded files."""
+    """Reads the messages of one request. `tenant` owns the uploaded files. Unless it `may_wait`,
+    it raises `Waits` where it would."""
 
     config: ServerConfig
     files: Files
@@ -320,6 +265,7 @@ class MessageReader:
     limits: tuple[int | None, int | None] = (None, None)  # of the request, in pixels
     sizes: ImageSizes = field(default_factory=lambda: ImageSizes(None, {}))
     unused: Unused = field(default_factory=Unused)
+    may_wait: bool = True
     _images: int = 0
     _pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
@@ -338,8 +284,9 @@ class MessageReader:
         made.large = self._pixels >= LARGE_PICTURES or characters(made) > LARGE_TEXT
         return made
 
-    def _count(self, number: int, place: str) -> None:
-        self._images += number
+    def _count(self, place: str, more: int = 1) -> None:
+        """Count a medium before any of its bytes are read or fetched."""
+        self._images += more
         if self._images > self.config.max_images:
             what = f"more than {self.config.max_images} images in one request"
             raise ApiError(400, what, param=place, code="too_many_images")
@@ -372,9 +319,14 @@ class MessageReader:
             here = f"{place}.images[{number}]"
             if not isinstance(image, str) or not image:
                 raise invalid(here, f"{here}: expected base64, a data URI or an address")
-            with _located(here):
-                made += self._pictures(self._data(image, "base64", here), None, None, here)
+            made += self.picture(image, "base64", here, here)
         return made
+
+    def picture(self, given: str, name: str, place: str, inside: str) -> list[Record]:
+        """What a field of this name alone holds, usually a picture. `place`: of the part."""
+        self._count(place)
+        with _located(place):
+            return self._pictures(self._data(given, name, inside), None, None, place)
 
     def _content(self, message: ChatMessage, place: str) -> str | list[Record] | None:
         content, lists = message.content, message.role in _LISTS
@@ -415,21 +367,20 @@ class MessageReader:
                 name, inside = inner, f"{inside}.{inner}"
         if not isinstance(given, str) or not given:
             raise refused(inside, _ALONE)
+        self._count(place)
         if part.type == "input_audio":
-            self._count(1, place)
             data = _decoded(given, place)
             check_sound(data, self.config.clip_bytes)
             return [{"type": "audio", "audio": data}]
         data = self._data(given, name, inside)
         if _HOLDERS.get(part.type) is _VIDEO:
-            return self._video(data, place)
+            return self._video(data)
         found = self._pictures(data, detail, part, place)
         if part.type == "image_embeds" and not isinstance(found[0].get("image"), Package):
             raise refused(inside, _ALONE)
         return found
 
-    def _video(self, data: bytes, place: str) -> list[Record]:
-        self._count(1, place)
+    def _video(self, data: bytes) -> list[Record]:
         check_video(data, self.config.clip_bytes)
         return [{"type": "video", "video": data}]
 
@@ -438,7 +389,7 @@ class MessageReader:
     ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, depending on the bytes."""
         if not is_pdf(data) and is_video(data):
-            return self._video(data, place)
+            return self._video(data)
         least, most = part.limits() if part is not None else (None, None)
         caps = [self.limits[1], most, _LOW if detail == "low" else None]
         most = min((cap for cap in caps if cap is not None), default=None)
@@ -446,16 +397,16 @@ class MessageReader:
         shown = self.sizes.shown(least, most, place, self.unused)
         found: list[bytes | Source | Package]
         if is_pdf(data):
-            room = self.config.max_images - self._images
+            room = self.config.max_images - self._images + 1  # it is counted as one already
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
-            found = [*_pages(data, shown, self.config.pdf_dpi, max(1, room), largest)]
+            found = [*_pages(data, shown, self.config.pdf_dpi, room, largest)]
+            self._count(place, len(found) - 1)
             self._pixels += LARGE_PICTURES  # drawing is slow for any PDF
         elif is_package(data):
             found = [_package_in(data, place)]
         else:
             found = [_picture(data, shown, self.config.max_image_pixels)]
             self._pixels += math.prod(size_of(data, "it"))
-        self._count(len(found), place)
         return [{"type": "image", "image": image} for image in found]
 
     # -- addresses -------------------------------------------------------------------------------
@@ -464,8 +415,10 @@ class MessageReader:
         """The bytes that a field of this name holds, or says where they are."""
         scheme = _scheme(given)
         if name == "file_id" or given.startswith("file-"):
+            self._wait()
             return self.files.read(self.tenant, given, place)
         if scheme in _FETCHED:
+            self._wait()
             if given not in self._fetched:
                 left = self.config.url_bytes - sum(map(len, self._fetched.values()))
                 seconds, private = self.config.url_timeout, self.config.allow_private_urls
@@ -475,6 +428,10 @@ class MessageReader:
             return _decoded(given, place)
         return _bare_picture(given) or self._local(given, place)
 
+    def _wait(self) -> None:
+        if not self.may_wait:
+            raise Waits
+
     def _local(self, url: str, place: str) -> bytes:
         """A file under an allowed folder. Forbidden files look like absent ones."""
         what = "expected an http(s) URL, a data URI or the id of an uploaded file; local files are"
@@ -482,6 +439,7 @@ class MessageReader:
         refusal = ApiError(400, text, param=place, code="invalid_image_url")
         if not self.config.allow_path or "\0" in url:
             raise refusal
+        self._wait()
         if url.startswith("file://"):
             url = urllib.request.url2pathname(urllib.parse.urlsplit(url).path)
         try:

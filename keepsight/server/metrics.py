@@ -22,8 +22,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """The metrics of one server."""
-
     def __init__(self, caches: Callable[[], Record], engine: _Stats) -> None:
         """`caches`, `engine`: what tells the states of caches and scheduler."""
         self.registry = CollectorRegistry()

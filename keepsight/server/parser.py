@@ -33,8 +33,6 @@ class OutputPiece:
 
 
 class OutputParser:
-    """Parses one answer."""
-
     def __init__(
         self,
         thinking: bool,

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SCORED = "message.output_text.logprobs"
 _MOST = 10_000  # responses per key
-_LONGEST = 10_000  # responses per chain
 _LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
 _BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
 _ITEM: TypeAdapter[schema.Item] = TypeAdapter(schema.Item)
@@ -72,7 +71,6 @@ def in_its_words(problem: ApiError) -> ApiError:
 
 
 def _items_of(body: schema.ResponsesRequest) -> list[Placed]:
-    """The items of a body in any form."""
     if isinstance(body.input, str):
         return [(schema.MessageItem(role="user", content=body.input), "input")]
     return [(item, f"input[{number}]") for number, item in enumerate(body.input)]
@@ -185,8 +183,7 @@ class StoredResponse:
     """One response: the request, the answer, and the response that it continues."""
 
     id: str
-    owner: str  # the key's tenant
-    whose: str  # the tenant, with its salt
+    whose: str  # the key's tenant, with a salt
     previous: str | None
     asked: bytes  # the items of the request as JSON
     response: bytes  # the response as its client got it, as JSON
@@ -215,7 +212,6 @@ class ResponseStore:
     ) -> None:
         self.share = budget // owners
         self._ttl, self._clock, self._most, self._largest = ttl, clock, most, largest
-        self._held: Counter[str] = Counter()  # bytes by key
         # By key, then by (tenant, id); the least recently used first.
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
         self._lock = threading.Lock()
@@ -224,7 +220,6 @@ class ResponseStore:
         """Store a response and its request's items; False if it exceeds its key's share."""
         new = StoredResponse(
             response["id"],
-            owner,
             whose,
             response["previous_response_id"],
             _json([item.model_dump(mode="json", exclude_none=True) for item in asked]),
@@ -236,20 +231,16 @@ class ResponseStore:
         with self._lock:
             own = self._stored.setdefault(owner, OrderedDict())
             own[whose, new.id] = new
-            self._held[owner] += new.nbytes
-            while self._held[owner] > self.share or len(own) > self._most:
-                self._drop(next(iter(own.values())))
+            held = sum(stored.nbytes for stored in own.values())
+            while held > self.share or len(own) > self._most:
+                held -= own.popitem(last=False)[1].nbytes
         return True
-
-    def _drop(self, stored: StoredResponse) -> None:
-        if self._stored[stored.owner].pop((stored.whose, stored.id), None) is not None:
-            self._held[stored.owner] -= stored.nbytes
 
     def _drop_where(self, gone: Callable[[StoredResponse], bool]) -> None:
         with self._lock:
             for own in self._stored.values():
-                for stored in list(filter(gone, own.values())):
-                    self._drop(stored)
+                for name in [name for name, stored in own.items() if gone(stored)]:
+                    del own[name]
 
     def sweep(self) -> None:
         now = self._clock()
@@ -270,14 +261,14 @@ class ResponseStore:
         return stored
 
     def delete(self, owner: str, whose: str, response_id: str) -> None:
-        stored = self.get(owner, whose, response_id)
+        self.get(owner, whose, response_id)
         with self._lock:
-            self._drop(stored)
+            self._stored[owner].pop((whose, response_id), None)
 
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return self._held.total()
+            return sum(s.nbytes for own in self._stored.values() for s in own.values())
 
     def conversation(self, owner: str, whose: str, body: schema.ResponsesRequest) -> list[Placed]:
         """The items of a whole conversation: those of earlier responses, then those of the body
@@ -296,8 +287,6 @@ class ResponseStore:
         chain: list[StoredResponse] = []
         last = body.previous_response_id
         while last is not None:
-            if len(chain) == _LONGEST:
-                raise _unknown("response", last, _BEFORE)
             chain.append(self.get(owner, whose, last, _BEFORE))
             take(chain[-1].nbytes, _BEFORE)  # before any of it is read
             last = chain[-1].previous
@@ -342,7 +331,6 @@ def _unknown(what: str, given: str, param: str) -> ApiError:
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes for answers, and for one stored response."""
     router = APIRouter(tags=["answers"])
     store, threads, one = service.responses, service.threads, "/v1/responses/{response_id}"
 
@@ -454,15 +442,9 @@ class _Writer:
         responses, caller = self.service.responses, self.visit.who()
         keeps = self.body.store is not False and responses.share > 0
         made = {**self._response(status), "store": keeps, "completed_at": int(time.time())}
-        usage = {
-            "input_tokens": end.usage.prompt_tokens,
-            "input_tokens_details": cached_of(end.usage),
-            "output_tokens": end.usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
-            "total_tokens": end.usage.total_tokens,
-            **images_of(end.usage),
-        }
-        made |= measured_of(end, usage, self.body.keepsight)
+        used, cached = end.usage, cached_of(end.usage)
+        usage = counted(used.prompt_tokens, cached, used.completion_tokens, end.reasoning_tokens)
+        made |= measured_of(end, usage | images_of(used), self.body.keepsight)
         if keeps:
             whose = caller.salted(self.body.cache_salt)
             put = functools.partial(responses.put, caller.tenant, whose, self.asked, made)
@@ -556,6 +538,17 @@ class _Writer:
             "usage": None,
             **self.repeated,
         }
+
+
+def counted(prompt: int, cached: dict[str, int], written: int = 0, thought: int = 0) -> Record:
+    """Token counts in the fields of this API."""
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": cached,
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": prompt + written,
+    }
 
 
 def _repeated(body: schema.ResponsesRequest) -> Record:

@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
         self.ready: Callable[[int], object] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first drains, the second ends."""
+        """The first signal drains, the second ends."""
         if self._service.draining:
             self.should_exit = self.force_exit = True
         self._service.draining = True

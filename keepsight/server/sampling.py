@@ -66,8 +66,6 @@ class Recorder(LogitsProcessor):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options of one request."""
-
     options: Options
     presence: float = 0.0
     frequency: float = 0.0

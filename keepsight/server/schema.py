@@ -10,6 +10,7 @@ means the same as leaving a field out.
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag
@@ -122,7 +123,7 @@ class Address(Inner):
     detail: Detail | None = None
 
 
-class MediaPart(PixelLimits):
+class MediaPart(PixelLimits, Address):
     """A picture, PDF, video, sound or package as OpenAI, Hugging Face's templates or Anthropic's
     API write it; one of the fields that its type may have holds it."""
 
@@ -137,15 +138,9 @@ class MediaPart(PixelLimits):
     source: Address | None = None
     input_audio: Address | None = None
     file: Address | None = None
-    url: Where | None = None
     path: Where | None = None
     base64: Where | None = None
-    data: Where | None = None
-    file_id: Name | None = None
-    file_data: Where | None = None
-    file_url: Where | None = None
     image_embeds: object = None
-    detail: Detail | None = None
 
 
 Part = Annotated[TextPart | RefusalPart | ThoughtPart | JsonPart | MediaPart, Discriminator("type")]
@@ -355,19 +350,12 @@ class Body(PixelLimits):
     REFUSED: ClassVar[dict[str, str]] = {}
 
 
-class Unused:
-    """The fields of one request that have no effect. They are told in a header, in the log and in
-    the report, so that no option is silently ignored."""
-
-    def __init__(self) -> None:
-        self._why: dict[str, str] = {}  # by name, in order of appearance
-        self._more = 0
+class Unused(dict[str, str]):
+    """The fields of one request that have no effect, and why. They are told in a header, in the log
+    and in the report, so that no option is silently ignored."""
 
     def add(self, place: str, why: str) -> None:
-        if place in self._why or len(self._why) < _MOST:
-            self._why.setdefault(place, why)
-        else:
-            self._more += 1
+        self.setdefault(place, why)
 
     def hosted(self, tool: Foreign, place: str) -> None:
         self.add(place, f"there are no tools of the type {tool.type[:100]!r} here; see functions")
@@ -382,19 +370,19 @@ class Unused:
                     raise refused(name, why)
             elif not is_empty(value):
                 why = body.IGNORED.get(name, "")
-                if not why and len(self._why) < _MOST:  # finding a hint takes time
+                if not why and len(self) < _MOST:  # finding a hint takes time
                     why = f"unknown; {hint_for(name[:_LONGEST], type(body).model_fields)}"
                 self.add(name[:_LONGEST], why)
         extra.clear()
 
     def names(self) -> list[str]:
         """The names, safe for a header and a log: without spaces, commas and unusual characters."""
-        named = [_STRANGE.sub("?", place)[:_LONGEST] or "?" for place in self._why]
-        return [*named, f"+{self._more}"] if self._more else named
+        named = [_STRANGE.sub("?", place)[:_LONGEST] or "?" for place in islice(self, _MOST)]
+        return [*named, f"+{len(self) - _MOST}"] if len(self) > _MOST else named
 
     def notes(self) -> list[str]:
-        notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
-        return [*notes, f"not used: {self._more} more"] if self._more else notes
+        notes = [f"not used: {place}: {why}" for place, why in islice(self.items(), _MOST)]
+        return [*notes, f"not used: {len(self) - _MOST} more"] if len(self) > _MOST else notes
 
 
 # -- bodies ----------------------------------------------------------------------------------------
@@ -709,10 +697,13 @@ InputItem = Annotated[
 ]
 
 
-class Predicate(Inner):
-    type: Literal["predicate"]
+class Question(Inner):
     name: Name | None = None
     instructions: Content
+
+
+class Predicate(Question):
+    type: Literal["predicate"]
 
 
 class ChoiceOption(Inner):
@@ -720,10 +711,8 @@ class ChoiceOption(Inner):
     description: Text | None = None
 
 
-class Choice(Inner):
+class Choice(Question):
     type: Literal["choice"]
-    name: Name | None = None
-    instructions: Content
     choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=255)]
 
 
@@ -732,10 +721,8 @@ class ScoreLevel(Inner):
     description: Text | None = None
 
 
-class Rating(Inner):
+class Rating(Question):
     type: Literal["score"]
-    name: Name | None = None
-    instructions: Content
     levels: Annotated[list[ScoreLevel], Field(min_length=2, max_length=255)]
 
 
@@ -823,13 +810,3 @@ TABLE: dict[str, type[Body]] = {
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
 }
-
-
-def table() -> str:
-    """What becomes of each field, as rows of Markdown."""
-    rows = ["| body | honoured | named | refused |", "|---|---|---|---|"]
-    for path, kind in TABLE.items():
-        fields = (kind.model_fields, kind.IGNORED, kind.REFUSED)
-        cells = [", ".join(f"`{name}`" for name in sorted(names)) for names in fields]
-        rows.append(f"| {path} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"

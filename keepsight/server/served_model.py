@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from keepsight.core.structured import thoughts
@@ -79,18 +80,15 @@ class ServedModel:
     def _thoughts(self, body: Rendering, unused: Unused) -> Record:
         """The template's variables for the amount of thinking; a request that no variable expresses
         is reported."""
-        effort, switch = _wishes(body, unused)
+        switch = next((name for name in ("enable_thinking", "thinking") if self._has(name)), None)
         options: Record = {}
-        for place, wish in effort.items():
-            if self._has("reasoning_effort"):
-                options["reasoning_effort"] = wish
-            elif wish != "none":
+        for place, level, thinks in _wishes(body, unused):
+            if level is not None and self._has("reasoning_effort"):
+                options["reasoning_effort"] = level
+            elif level not in (None, "none"):
                 unused.add(place, "the chat template of this model knows no levels of thinking")
-            switch = {place: wish != "none", **switch}
-        for place, thinks in switch.items():
-            name = next((n for n in ("enable_thinking", "thinking") if self._has(n)), None)
-            if name is not None:
-                options[name] = thinks
+            if switch is not None:
+                options[switch] = thinks
             elif "reasoning_effort" not in options:
                 unused.add(place, "the chat template of this model has no switch for thinking")
         return options
@@ -124,23 +122,22 @@ def _beginning(body: Rendering) -> dict[str, bool]:
     return {"continue_final_message": True}
 
 
-def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
-    """What a client requests about thinking, by field: a level, and whether to think at all."""
-    given, effort, switch = body.reasoning or Reasoning(), dict[str, str](), dict[str, bool]()
+def _wishes(body: Rendering, unused: Unused) -> Iterator[tuple[str, str | None, bool]]:
+    """What a client requests about thinking: the field, a level, and whether to think at all. The
+    last one counts."""
+    given = body.reasoning or Reasoning()
     for name in ("summary", "generate_summary"):
         if not is_empty(getattr(given, name)):
             unused.add(f"reasoning.{name}", "thoughts are sent whole, without a summary")
+    if level := body.reasoning_effort or given.effort:
+        place = "reasoning_effort" if body.reasoning_effort else "reasoning.effort"
+        yield place, level, level != "none"
     if given.enabled is not None:
-        switch["reasoning.enabled"] = given.enabled
-    if body.reasoning_effort:
-        effort["reasoning_effort"] = body.reasoning_effort
-    elif given.effort:
-        effort["reasoning.effort"] = given.effort
+        yield "reasoning.enabled", None, given.enabled
     kind = kind_of(body.thinking, body.thinking)
     if kind in ("enabled", "disabled", True):
-        switch["thinking"] = kind != "disabled"
+        yield "thinking", None, kind != "disabled"
     elif not is_empty(body.thinking):
         unused.add("thinking", "expected {'type': 'enabled'} or 'disabled'")
     if body.enable_thinking is not None:
-        switch["enable_thinking"] = body.enable_thinking
-    return effort, switch
+        yield "enable_thinking", None, body.enable_thinking

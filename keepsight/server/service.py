@@ -27,7 +27,7 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files, contents_for
 from keepsight.server.forms import form_of
-from keepsight.server.media import MessageReader, waits
+from keepsight.server.media import MessageReader, Waits
 from keepsight.server.metrics import Metrics
 from keepsight.server.responses import ResponseStore
 from keepsight.server.sampling import sampling
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Tell = Callable[[Piece | Ticket], None]
+Rendered = tuple[RenderedMessages, Record, str]  # messages, template options, tenant
 
 
 class Service:
@@ -68,31 +69,29 @@ class Service:
 
     # -- from bodies to requests -----------------------------------------------------------------
 
-    async def rendering(
-        self, body: schema.Rendering, visit: Visit
-    ) -> tuple[RenderedMessages, Record, str]:
-        """Messages, template options and tenant of any request with a prompt."""
-        return await self._beside(body, visit, lambda: self._rendering(body, visit))
+    async def rendering(self, body: schema.Rendering, visit: Visit) -> Rendered:
+        """What any request with a prompt is made of."""
+        return await self._beside(visit, partial(self._rendering, body, visit))
 
     async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
         """The checked request, or an error that names what is not supported."""
-        return await self._beside(body, visit, lambda: self._asked(body, visit))
+        return await self._beside(visit, partial(self._asked, body, visit))
 
-    async def _beside(self, body: schema.Rendering, visit: Visit, work: Callable[[], T]) -> T:
-        """Read a request in a thread: there are some for those that wait for disks and sites."""
-        large = visit.size > LARGE_BODY
-        if await self.threads.run(lambda: waits(body.messages), large):
-            return await self.threads.wait(work)
-        return await self.threads.run(work, large)
+    async def _beside(self, visit: Visit, work: Callable[[bool], T]) -> T:
+        """Read a request in a thread. `work` is told whether it may wait for disks and sites; if it
+        has to, it begins again in a thread that may."""
+        try:
+            return await self.threads.run(lambda: work(False), visit.size > LARGE_BODY)
+        except Waits:
+            return await self.threads.wait(lambda: work(True))
 
-    def reader(self, body: schema.PixelLimits, visit: Visit) -> MessageReader:
-        """What reads the media of a request."""
-        whose, limits = visit.who().tenant, body.limits()
-        return MessageReader(self.config, self.files, whose, limits, self.model.sizes, visit.unused)
+    def reader(
+        self, body: schema.PixelLimits, visit: Visit, may_wait: bool = True
+    ) -> MessageReader:
+        whose, limits, sizes = visit.who().tenant, body.limits(), self.model.sizes
+        return MessageReader(self.config, self.files, whose, limits, sizes, visit.unused, may_wait)
 
-    def _rendering(
-        self, body: schema.Rendering, visit: Visit
-    ) -> tuple[RenderedMessages, Record, str]:
+    def _rendering(self, body: schema.Rendering, visit: Visit, may_wait: bool) -> Rendered:
         template = self.model.template_options(body, visit.unused)
         if body.shown_tools:
             self.model.check_tools()
@@ -100,11 +99,11 @@ class Service:
             if isinstance(tool, schema.Foreign):
                 visit.unused.hosted(tool, f"tools[{number}]")
         tenant = visit.who().salted(body.cache_salt)
-        messages = self.reader(body, visit).messages(body.messages, self.model.template)
+        messages = self.reader(body, visit, may_wait).messages(body.messages, self.model.template)
         messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
         return messages, template, tenant
 
-    def _asked(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
+    def _asked(self, body: schema.ChatRequest, visit: Visit, may_wait: bool) -> AnswerRequest:
         if body.modalities and body.modalities != ["text"]:
             raise refused("modalities", "answers are text; expected ['text']")
         body.check_stream_options()
@@ -112,7 +111,7 @@ class Service:
         chosen = sampling(body, self.config.max_tokens, self.model.vocabulary, self.model.ends)
         if (body.n or 1) > (most := self.config.max_choices):
             raise invalid("n", f"n is {body.n}, this server gives at most {most}")
-        messages, template, tenant = self._rendering(body, visit)
+        messages, template, tenant = self._rendering(body, visit, may_wait)
         form = form_of(body, self.model.calls, visit.unused)
         notes = visit.unused.notes()
         if body.prompt_cache_key is not None:

@@ -94,12 +94,11 @@ class AnswerStream:
     ask: AnswerRequest
     recorder: Recorder | None
     model: ServedModel
-
-    def __post_init__(self) -> None:
-        self._parser: OutputParser | None = None  # once the answer has begun
-        self._begun = time.perf_counter()
-        self._reasoning = self._calls = 0
-        self.unpaid = 0  # tokens written but not in any measurement
+    unpaid: int = 0  # tokens written but not in any measurement
+    _parser: OutputParser | None = None  # once the answer has begun
+    _begun: float = field(default_factory=time.perf_counter)
+    _reasoning: int = 0
+    _calls: int = 0
 
     def cancel(self) -> None:
         if not self.ticket.done.is_set():

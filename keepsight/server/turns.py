@@ -58,7 +58,6 @@ class ThreadsInTurn:
         return future
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of a call."""
         return await asyncio.wrap_future(await self.start(call))
 
 
@@ -86,13 +85,11 @@ class Threads:
         self._own = threading.local()
 
     async def start(self, work: Callable[[], T], large: bool = False) -> Future[T]:
-        """Hand work to some thread."""
         if large:
             return await self.large.start(lambda: self._rested(work))
         return await self.small.start(work)
 
     async def run(self, work: Callable[[], T], large: bool = False) -> T:
-        """The result of some work."""
         return await asyncio.wrap_future(await self.start(work, large))
 
     def _rested(self, work: Callable[[], T]) -> T:

@@ -15,13 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.server_harness import Live, Scripted, answered, live, served
+from support.server_harness import Live, Scripted, answered, bearer, live, served
 from typer.testing import CliRunner
 
 import keepsight as ks
@@ -33,13 +32,6 @@ from keepsight.report import Piece
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PICTURE = str(EXAMPLES / "picture.png")
-
-
-@pytest.fixture(scope="module")
-def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm, live(vlm) as it:
-        yield it
 
 
 def run(server: Live, *command: str) -> str:
@@ -103,11 +95,7 @@ def test_serve_from_start_to_end(tmp_path: Path) -> None:
     with served("--config", str(config), log=True) as server:
         body: dict[str, Any] = {"model": "mine", "user": "somebody"}
         body["messages"] = [{"role": "user", "content": "Hello!"}]
-        headers = {"authorization": "Bearer ann-key", "content-type": "application/json"}
-        request = urllib.request.Request(
-            f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with server.opened("/v1/chat/completions", body, headers=bearer("ann")) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
         server.process.send_signal(signal.SIGTERM)
         _, log = server.process.communicate(timeout=60)
@@ -145,11 +133,10 @@ class Endless(Scripted):
                 ticket.end(Closed("closed"))
 
 
-def test_what_is_cut_off_at_the_end_is_told_why(demo_parts: Any) -> None:
-    model, processor = demo_parts["demo"]
+def test_what_is_cut_off_at_the_end_is_told_why(vlm: ks.VLM) -> None:
     body = {"messages": [{"role": "user", "content": "x"}]}
     ends: dict[str, Any] = {}
-    with ks.wrap(model, processor) as vlm, live(vlm, script := Endless()) as server:
+    with live(vlm, script := Endless()) as server:
         server.server._drain = 0.2
 
         def whole() -> None:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import base64
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.server_harness import TEMPLATE, Live, live, scene, uri
-
-import keepsight as ks
+from support.server_harness import Live, scene, uri
 
 PICTURE = uri(scene(1))
 BARE = PICTURE.partition(",")[2]
@@ -264,10 +261,8 @@ FORCED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm, live(vlm) as it:
-        yield it
+def server(tooled: Live) -> Live:
+    return tooled
 
 
 def sent(server: Live, body: dict[str, Any]) -> tuple[int, Any, Any]:

@@ -7,7 +7,6 @@ import http.client
 import json
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from keepsight.report import Piece, Report, Usage
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
 from keepsight.server.turns import Threads, account
-
-
-@pytest.fixture(scope="module")
-def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as it:
-        yield it
 
 
 class Long(Scripted):
@@ -46,18 +38,6 @@ class Long(Scripted):
             ticket.end(error)
 
 
-def begun(server: Live, path: str, body: dict[str, Any], count: int) -> list[Any]:
-    """So many requests that somebody sends at once; a list that their answers come to."""
-    answers: list[Any] = []
-
-    def ask() -> None:
-        answers.append(server.call(path, {"model": "demo", **body}))
-
-    for _ in range(count):
-        threading.Thread(target=ask, daemon=True).start()
-    return answers
-
-
 @pytest.mark.parametrize(
     ("path", "more"),
     [("/v1/prepare", {}), ("/v1/cache/pin", {}), ("/v1/cache/pin", {"pinned": False})],
@@ -65,7 +45,7 @@ def begun(server: Live, path: str, body: dict[str, Any], count: int) -> list[Any
 def test_many_long_preparations_hold_up_nobody(vlm: Any, path: str, more: Any) -> None:
     script = Long()
     with live(vlm, script) as server:
-        answers = begun(server, path, {"messages": HELLO, **more}, 12)
+        answers = server.crowd(path, {"model": "demo", "messages": HELLO, **more}, 12)
         until(lambda: len(script.prepared) == 12)
         assert server.chat({"messages": HELLO})[0] == 200
         assert server.call("/metrics")[0] == 200 and not answers
@@ -81,7 +61,7 @@ def test_a_preparation_has_the_time_of_an_answer_and_its_errors(vlm: Any) -> Non
         assert status == 504 and told["error"]["code"] == "timeout"
         assert script.prepared[0].cancelled
     with live(vlm, script := Long()) as server:
-        answers = begun(server, "/v1/prepare", {"messages": HELLO}, 1)
+        answers = server.crowd("/v1/prepare", {"model": "demo", "messages": HELLO}, 1)
         until(lambda: script.prepared)
         script.let_go(ks.errors.InputError("not like this"))
         until(lambda: answers)
@@ -114,7 +94,7 @@ def test_slow_sites_hold_up_only_those_who_ask_for_them(
     monkeypatch.setattr(Fetcher, "fetch", fetch)
     with live(vlm, Scripted("hi")) as server:
         messages = [{"role": "user", "content": [part]}]
-        answers = begun(server, "/v1/chat/completions", {"messages": messages}, 40)
+        answers = server.crowd("/v1/chat/completions", {"model": "demo", "messages": messages}, 40)
         for _ in range(24):  # threads of one client; eight are left to others
             assert waiting.acquire(timeout=20)
         assert server.chat({"messages": HELLO})[0] == 200 and not answers
@@ -139,7 +119,7 @@ def test_large_pictures_are_prepared_in_few_threads(vlm: Any, data: bytes) -> No
         assert inside.acquire(timeout=20)
         before = large._work_queue.qsize()
         path = "/v1/chat/completions"
-        answers = begun(server, path, {"messages": asked(uri(data))}, 1)
+        answers = server.crowd(path, {"model": "demo", "messages": asked(uri(data))}, 1)
         until(lambda: answers or large._work_queue.qsize() > before)
         assert server.chat({"messages": HELLO})[0] == 200 and not answers
         over.set()
@@ -207,7 +187,7 @@ def test_closing_waits_for_what_was_admitted(vlm: Any) -> None:
     script = Long()
     with live(vlm, script, body_timeout="1h") as server:
         server.server._drain = 3600.0
-        answers = begun(server, "/v1/prepare", {"messages": HELLO}, 1)
+        answers = server.crowd("/v1/prepare", {"model": "demo", "messages": HELLO}, 1)
         until(lambda: script.prepared)
         with dripping(server) as connection:
             server.service.draining = True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.server_harness import (
+    HELLO,
     QUESTION,
-    TEMPLATE,
     Live,
     Scripted,
     asked,
@@ -24,13 +23,6 @@ from support.server_harness import (
 import keepsight as ks
 from keepsight.server.media import MessageReader
 from keepsight.server.schema import ChatRequest, Unused
-
-
-@pytest.fixture(scope="module")
-def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm, live(vlm) as it:
-        yield it
 
 
 def answered(server: Live, **body: Any) -> Any:
@@ -216,13 +208,10 @@ def test_sizes_of_one_picture_are_the_processors_own(server: Live, demo_parts: A
     ],
 )  # fmt: skip
 def test_thoughts_are_opened_as_the_template_does(
-    demo_parts: Any, body: dict[str, Any], opened: bool, unused: str
+    thinker: ks.VLM, body: dict[str, Any], opened: bool, unused: str
 ) -> None:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, chat_template=TEMPLATE) as vlm:
-        with live(vlm, Scripted("hm</think>Yes.")) as server:
-            messages = [{"role": "user", "content": "x"}]
-            _, reply, headers = server.chat({"messages": messages, **body})
+    with live(thinker, Scripted("hm</think>Yes.")) as server:
+        _, reply, headers = server.chat({"messages": HELLO, **body})
     message = reply["choices"][0]["message"]
     assert ("reasoning_content" in message) is opened
     assert headers.get("x-keepsight-unused", "") == unused

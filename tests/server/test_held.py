@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,8 @@ UNKNOWN = "0" * 64
 @pytest.fixture
 def locked(demo_parts: dict[str, Any], tmp_path: Path) -> Iterator[Live]:
     """A server with keys and a store; nothing is remembered."""
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, store=tmp_path) as vlm:
-        with live(vlm, keys=KEYS) as server:
-            yield server
+    with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm, live(vlm, keys=KEYS) as server:
+        yield server
 
 
 def about(seed: int) -> dict[str, Any]:
@@ -234,9 +230,8 @@ def trace(vlm: Any) -> Any:
 def test_a_whole_prompt_says_from_which_tier_it_came(
     demo_parts: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, processor = demo_parts["demo"]
     body = {"messages": asked(scene(77)), "max_tokens": 4, "keepsight": {"report": True}}
-    with ks.wrap(model, processor, store=tmp_path) as vlm, live(vlm) as server:
+    with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm, live(vlm) as server:
         server.chat(body)
         vlm.flush()
         vlm.clear()
@@ -286,16 +281,10 @@ def test_a_conversation_is_saved_as_a_file_of_its_tenant(
     vlm = locked.service.vlm
     body = about(77)
     body["messages"].append({"role": "assistant", "content": "A shape."})
-    answer, before = {}, vlm.stats("ann")["features"]["packages"]
-    request = urllib.request.Request(
-        f"{locked.url}/v1/cache/save",
-        json.dumps(body).encode(),
-        {"content-type": "application/json", **bearer("ann")},
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        answer = dict(reply.headers)
+    before = vlm.stats("ann")["features"]["packages"]
+    with locked.opened("/v1/cache/save", body, headers=bearer("ann")) as reply:
+        assert reply.headers["content-type"] == "application/octet-stream"
         (tmp_path / "a.keep").write_bytes(reply.read())
-    assert answer["content-type"] == "application/octet-stream"
     assert vlm.stats("ann")["features"]["packages"] == before + 1 and not held(locked, "bob")
     session = vlm.resume(tmp_path / "a.keep", tenant="bob")
     assert session.messages[1] == {

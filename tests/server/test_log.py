@@ -25,11 +25,10 @@ def written(record: dict[str, Any]) -> str:
 
 
 def test_a_terminal_shows_short_lines(
-    demo_parts: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    vlm: ks.VLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm, live(vlm, Scripted("hi")) as server:
+    with live(vlm, Scripted("hi")) as server:
         object.__setattr__(server.service.config, "log", True)
         with caplog.at_level(logging.INFO, logger="keepsight.server.requests"):
             assert server.chat({"messages": HELLO, "tempature\x1b[2J": 1})[0] == 200
@@ -46,7 +45,7 @@ def test_a_terminal_shows_short_lines(
 
 
 def test_garbage_is_not_looked_for_among_what_loading_made(
-    demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+    vlm: ks.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look through all of it takes 0.2 s, amid an answer."""
     frozen = []
@@ -58,9 +57,7 @@ def test_garbage_is_not_looked_for_among_what_loading_made(
             frozen.append(gc.get_freeze_count())
 
     monkeypatch.setattr(running, "make_server", lambda service: Listening())
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm:
-        running.serve(vlm, "demo", ServerConfig(log=False), str)
+    running.serve(vlm, "demo", ServerConfig(log=False), str)
     assert frozen[0] > 100_000 and not gc.get_freeze_count()
 
 

@@ -7,7 +7,6 @@ import http.client
 import json
 import socket
 import threading
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,13 +39,6 @@ KEYS = (
     ApiKey("slow", "slow-key", requests_per_minute=2),
     ApiKey("small", "small-key", files_bytes=600),
 )
-
-
-@pytest.fixture(scope="module")
-def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as it:
-        yield it
 
 
 @pytest.fixture(scope="module")
@@ -322,12 +314,7 @@ def test_a_silent_stream_says_that_it_lives(vlm: Any, monkeypatch: pytest.Monkey
     heard = threading.Event()
     with live(vlm, Silent("at last")) as server:
         body = {"model": "demo", **user("x"), "stream": True}
-        request = urllib.request.Request(
-            f"{server.url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with server.opened("/v1/chat/completions", body) as answer:
             assert answer.readline().startswith(b": ")
             heard.set()
             rest = answer.read().decode()
@@ -401,19 +388,11 @@ def test_names_are_told_to_the_model_or_named(server: Live, demo_parts: dict[str
     later = [*user("x")["messages"], {"role": "assistant", "name": "b", "content": "y"}, *speaking]
     unused = server.chat({"messages": later, "max_tokens": 1})[2]["x-keepsight-unused"]
     assert unused == "messages[1].name, messages[2].name"
-    model, processor = demo_parts["demo"]
     assert NAMED != TEMPLATE
-    with ks.wrap(model, processor, chat_template=NAMED) as named:
+    with ks.wrap(*demo_parts["demo"], chat_template=NAMED) as named:
         with live(named, script := Scripted("hi")) as other:
             assert "x-keepsight-unused" not in other.chat({"messages": later})[2]
         assert script.asked[0][0][2]["name"] == "ann"
-
-
-@pytest.fixture(scope="module")
-def thinker(demo_parts: dict[str, Any]) -> Iterator[Any]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, chat_template=TEMPLATE) as it:
-        yield it
 
 
 def test_thinking_and_calls_come_apart(thinker: Any) -> None:

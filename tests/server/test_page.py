@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,6 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield it
 
 
-@pytest.fixture(scope="module")
-def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm, live(vlm) as it:
-        yield it
-
-
 @pytest.fixture
 def opened(context: Any, server: Live) -> Iterator[Open]:
     """Opens the page of the live server, or of another; nothing remembered, nothing wrong after."""
@@ -60,18 +54,10 @@ def opened(context: Any, server: Live) -> Iterator[Open]:
 
 
 @pytest.fixture
-def scripted(demo_parts: dict[str, Any]) -> Iterator[Callable[..., Live]]:
+def scripted(vlm: ks.VLM) -> Iterator[Callable[..., Live]]:
     """A server whose answers are a script."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
-        model, processor = demo_parts["demo"]
-
-        def start(script: Scripted, **settings: Any) -> Live:
-            vlm = stack.enter_context(ks.wrap(model, processor))
-            return stack.enter_context(live(vlm, script, **settings))
-
-        yield start
+        yield lambda script, **settings: stack.enter_context(live(vlm, script, **settings))
 
 
 # -- asking --------------------------------------------------------------------------------------
@@ -157,9 +143,7 @@ def test_the_pages_of_a_pdf_are_pictures(opened: Open, tmp_path: Path) -> None:
 def test_an_answer_is_stopped_and_what_came_stays(opened: Open, scripted: Any) -> None:
     script = Scripted(*["word "] * 400, wait=0.05)
     page = opened(scripted(script).url)
-    page.question.fill("Talk.")
-    page.question.press("Enter")
-    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.talk()
     page.question.fill("A next question")
     page.question.press("Enter")
     expect(page.tab.locator("#foot .trouble")).to_contain_text("An answer is still coming")
@@ -542,9 +526,8 @@ def test_each_tier_has_its_mark(opened: Open, scripted: Any) -> None:
 def test_what_a_store_kept_is_known_in_a_new_server(
     opened: Open, demo_parts: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, processor = demo_parts["demo"]
     for words in ("new", "remembered, on disk"):
-        with ks.wrap(model, processor, store=tmp_path) as vlm, live(vlm) as held:
+        with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm, live(vlm) as held:
             page = opened(held.url)
             page.attach(STAR)
             expect(page.tab.locator(".chip .words")).to_have_text(words)
@@ -566,10 +549,9 @@ def test_what_a_store_kept_is_known_in_a_new_server(
                 expect(page.tab.locator(".held li")).to_contain_text("on disk, pinned")
 
 
-def test_a_tenant_sees_its_own(opened: Open, demo_parts: dict[str, Any]) -> None:
-    model, processor = demo_parts["demo"]
+def test_a_tenant_sees_its_own(opened: Open, vlm: ks.VLM) -> None:
     keys = (ApiKey("ann", "anns"), ApiKey("bob", "bobs"))
-    with ks.wrap(model, processor) as vlm, live(vlm, keys=keys) as held:
+    with live(vlm, keys=keys) as held:
         page = opened(held.url, known=False)
         for key, count in (("anns", 1), ("bobs", 0)):
             page.menu("Settings")
@@ -632,9 +614,7 @@ def test_an_answer_that_was_cut_off_by_a_reload_is_asked_again(
 ) -> None:
     script = Scripted(*["word "] * 400, wait=0.02)
     page = opened(scripted(script).url)
-    page.question.fill("Talk.")
-    page.question.press("Enter")
-    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.talk()
     page.tab.wait_for_timeout(700)
     page.tab.reload()
     expect(page.answers.last.locator(".note")).to_contain_text("loaded anew")
@@ -671,9 +651,7 @@ def test_a_conversation_deleted_while_its_answer_comes_stays_deleted(
 ) -> None:
     url = scripted(Scripted(*["word "] * 400, wait=0.02)).url
     page = opened(url)
-    page.question.fill("Talk.")
-    page.question.press("Enter")
-    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.talk()
     page.tab.wait_for_timeout(600)  # written once
     page = page if where == "this tab" else opened(url)
     page.delete("Talk.")
@@ -700,9 +678,7 @@ def test_an_answer_left_for_another_conversation_is_kept_as_far_as_it_came(
     opened: Open, scripted: Any
 ) -> None:
     page = opened(scripted(Scripted(*["word "] * 400, wait=0.02)).url)
-    page.question.fill("Talk.")
-    page.question.press("Enter")
-    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.talk()
     page.tab.get_by_role("button", name="New").click()
     page.tab.wait_for_timeout(600)
     page.tab.reload()

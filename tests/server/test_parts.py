@@ -402,12 +402,41 @@ def test_a_bomb_is_refused_by_its_header() -> None:
         gathered(at(uri(scene(1).resize((64, 64)))), max_image_pixels=4000)
 
 
+@pytest.mark.parametrize(
+    "third",
+    [
+        at("http://127.0.0.1/a.png"),
+        at("data:image/png;base64,???"),
+        {"type": "file", "file": {"file_id": "file-x"}},
+        {"type": "video_url", "video_url": {"url": "http://127.0.0.1/a.mp4"}},
+        {"type": "input_audio", "input_audio": {"data": "???"}},
+        {"type": "image_embeds", "image_embeds": "???"},
+        "http://127.0.0.1/a.png",
+    ],
+    ids=lambda third: third if isinstance(third, str) else third["type"],
+)
+def test_one_too_many_is_refused_before_it_is_read(third: Any) -> None:
+    """Reading it would find another error."""
+    message: dict[str, Any] = {"role": "user", "content": [at(uri(scene(1)))] * 2}
+    place = "messages[0].content[2]"
+    if isinstance(third, str):
+        message = {"role": "user", "content": "x", "images": [uri(scene(1))] * 2 + [third]}
+        place = "messages[0].images[2]"
+    else:
+        message["content"].append(third)
+    reader = MessageReader(ServerConfig(max_images=2), Files(1 << 20, 60), "")
+    with pytest.raises(ApiError, match="more than 2 images") as caught:
+        reader.messages([schema.ChatMessage.model_validate(message)], "")
+    assert (caught.value.code, caught.value.param) == ("too_many_images", place)
+
+
 def test_too_many_pages() -> None:
     buffer = io.BytesIO()
     scene(1).save(buffer, "PDF", save_all=True, append_images=[scene(2), scene(3)])
     part = {"type": "file", "file": {"file_data": uri(buffer.getvalue())}}
     with pytest.raises(ApiError, match="3 pages; expected 1 to 2"):
         gathered(part, max_images=2)
+    assert len(gathered_all(part, max_images=3)) == 3
 
 
 def _pdf(*sides: int) -> bytes:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.server_harness import TEMPLATE, Live, Scripted, bearer, live, scene, uri
+from support.server_harness import Live, Scripted, bearer, live, scene, uri
 
-import keepsight as ks
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
 from keepsight.server.responses import ResponseStore
@@ -28,16 +26,8 @@ NEXT = {"role": "user", "content": "And now?"}
 
 
 @pytest.fixture(scope="module")
-def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, chat_template=TEMPLATE) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def server(vlm: Any) -> Iterator[Live]:
-    with live(vlm) as it:
-        yield it
+def server(tooled: Live) -> Live:
+    return tooled
 
 
 def respond(server: Live, *items: Any, who: str | None = None, **more: Any) -> tuple[int, Any]:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 import torch
 from PIL import Image
-from support.server_harness import QUESTION, Live, asked, live, opening, png, scene, uri
+from support.server_harness import QUESTION, Live, asked, live, opening, png, scene, until, uri
 
 import keepsight as ks
-
-
-@pytest.fixture(scope="module")
-def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor) as vlm, live(vlm) as it:
-        yield it
+from keepsight.media.sources import Source
 
 
 @pytest.fixture
@@ -257,6 +251,31 @@ def test_prepare_explain_stats_reset(server: Live) -> None:
     assert server.call("/v1/cache/reset", {})[0] == 200
     again = server.call("/v1/cache/explain", body)[1]["report"]
     assert again["cached_tokens"] == 0 and again["images"][0]["features"] == "tower"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/prepare", "/v1/decisions"])
+def test_a_picture_is_let_go_with_its_answer(server: Live, path: str) -> None:
+    """Not when the garbage collector comes by: it counts objects, and one may be 60 MB."""
+
+    def held() -> int:
+        return sum(type(one) is Source for one in gc.get_objects())
+
+    body: dict[str, Any] = {"model": "demo", "max_pixels": 12_000}  # another size has a source
+    if path == "/v1/decisions":
+        shown = [{"type": "input_image", "image_url": uri(scene(13))}]
+        body |= {"input": [{"role": "user", "content": shown}]}
+        body |= {"questions": [{"type": "predicate", "instructions": "It is red."}]}
+    else:
+        body |= {"messages": asked(scene(13))}
+    assert server.call(path, body)[0] == 200
+    gc.collect()
+    before = held()
+    gc.disable()
+    try:
+        assert server.call(path, body)[0] == 200
+        until(lambda: held() == before)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("tenant", [None, "house"])

@@ -37,6 +37,9 @@ def pictured(**fields: str) -> dict[str, Any]:
     return said({"type": "input_image", **fields})
 
 
+BROKEN = "data:image/png;base64,???"
+FIVE = said(*({"type": "input_image", "image_url": url} for url in
+    [*(uri(scene(n)) for n in range(4)), BROKEN]))  # fmt: skip
 BEGUN: dict[str, dict[str, Any]] = {
     CHAT: user("x"),
     RESPONSES: {"input": "x"},
@@ -136,6 +139,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"questions": [{"type": "box"}]}, "questions[0]"),
         ({"questions": [TWICE]}, "questions[0].choices[1].value"),
         ({"questions": [PREDICATE], **pictured(file_id="f")}, "input[0].content[1].image_url"),
+        ({"questions": [PREDICATE], **pictured(image_url=BROKEN)}, "input[0].image_url"),
+        ({"questions": [PREDICATE], **FIVE}, "input[4]"),  # before the fifth is read
     ],
     "/v1/score": [
         ({"text_1": "a"}, "text_2"),

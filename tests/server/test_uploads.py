@@ -239,10 +239,8 @@ def served(
     demo_parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Live]:
     monkeypatch.setattr(running, "_SWEEP", 0.1)
-    model, processor = demo_parts["demo"]
-    with ks.wrap(model, processor, store=tmp_path) as vlm:
-        with live(vlm, keys=KEYS) as server:
-            yield server
+    with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm, live(vlm, keys=KEYS) as server:
+        yield server
 
 
 def test_uploads_of_a_server_with_a_store(served: Live, tmp_path: Path) -> None:

@@ -135,6 +135,12 @@ class Page:
         self.question.press("Enter")
         return self.answered()
 
+    def talk(self) -> None:
+        """Ask for an answer of many words, and wait for the first ones."""
+        self.question.fill("Talk.")
+        self.question.press("Enter")
+        expect(self.answers.last.locator(".said")).to_contain_text("word word")
+
     def menu(self, name: str) -> None:
         """Choose an entry of the side, which a narrow window opens from its menu."""
         opener = self.tab.get_by_role("button", name="Menu")

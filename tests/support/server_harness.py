@@ -91,19 +91,23 @@ class Client:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
-    def call(
+    def opened(
         self,
         path: str,
         body: Any = None,
         method: str | None = None,
         headers: dict[str, str] | None = None,
-    ) -> tuple[int, Any, Any]:
-        """Status, JSON (or text), headers. A body of bytes is sent as it is."""
+    ) -> Any:
+        """An answer to be read. A body of bytes is sent as it is."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         every = {"content-type": "application/json", **(headers or {})}
         request = urllib.request.Request(self.url + path, data, every, method=method)
+        return urllib.request.urlopen(request, timeout=120)
+
+    def call(self, path: str, *given: Any, **more: Any) -> tuple[int, Any, Any]:
+        """Status, JSON (or text), headers."""
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with self.opened(path, *given, **more) as answer:
                 return answer.status, parsed(answer.read()), answer.headers
         except urllib.error.HTTPError as error:
             return error.code, parsed(error.read()), error.headers
@@ -113,13 +117,21 @@ class Client:
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream."""
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with self.opened(path, body) as answer:
             lines = answer.read().decode().split("\n")
         data = [line[6:] for line in lines if line.startswith("data: ")]
         return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+    def crowd(self, path: str, body: Any, count: int, who: str = "") -> list[Any]:
+        """So many requests that somebody sends at once; a list that their answers come to."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            answers.append(self.call(path, body, headers=bearer(who)))
+
+        for _ in range(count):
+            threading.Thread(target=ask, daemon=True).start()
+        return answers
 
     def raw(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
