@@ -115,14 +115,13 @@ class Look:
     @cached_property
     def files(self) -> dict[tuple[str, str], list[str]]:
         """The file names that notes record for each picture. Reading them counts as no use."""
-        from keepsight.media.naming import FILE
         from keepsight.store.files import read
 
         found: dict[tuple[str, str], list[str]] = {}
         for entry in self.entries:
             path = self._path(entry) if entry.kind == "alias" else None
             try:
-                name = "" if path is None else str(read(path, entry.name)[0][1].get(FILE, ""))
+                name = "" if path is None else str(read(path, entry.name)[0][1].get("file", ""))
             except (FileError, OSError):
                 continue  # listed unchanged; `check` reports it
             for key in entry.media if name else ():

@@ -419,9 +419,9 @@ def check_shown(path: Path) -> None:
                 if file.read(9)[8:] != b"{":  # behind the record's length
                     raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
         elif not any((path / part).exists() for part in (MANIFEST, "graphs")):
-            raise InputError(
-                f"{path} is neither a store nor an export; name a .sight or .keep file in it, or "
-                f"see what a model takes: keepsight plan {path}"
-            )
+            ours = min([*path.glob("*.sight"), *path.glob("*.keep")], default=None)
+            hint = f"see what a model takes: keepsight plan {path}"
+            hint = hint if ours is None else f"name one of its files: keepsight show {ours}"
+            raise InputError(f"{path} is neither a store nor an export; {hint}")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
