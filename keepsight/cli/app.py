@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from keepsight import __version__
-from keepsight.cli import ask, cache, decide, encode, export, families, plan, serve
+from keepsight.cli import ask, bench, cache, decide, encode, export, families, plan, serve
 from keepsight.cli.options import (
     IMAGES,
     JSON,
@@ -24,7 +24,6 @@ from keepsight.cli.options import (
     Stored,
     check_how,
     check_images,
-    check_model,
     check_shown,
     grouped,
     option,
@@ -180,19 +179,4 @@ def verify(
 
 app.command("families", rich_help_panel=_LOOKING)(families.families)
 app.add_typer(cache.app, name="cache", rich_help_panel=_LOOKING)
-
-
-@app.command(
-    rich_help_panel=_LOOKING,
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "help_option_names": [],
-    },
-)
-def bench(context: typer.Context) -> None:
-    """Measure against stock Transformers and against the limit; `bench --help` has its options."""
-    import importlib
-
-    room = importlib.import_module("keepsight.bench")
-    raise typer.Exit(room.main(list(context.args), check_model))
+app.command("bench", cls=bench.ToldCommand, rich_help_panel=_LOOKING)(bench.bench)
