@@ -28,7 +28,7 @@ from keepsight.cli.options import (
     grouped,
     option,
 )
-from keepsight.cli.terminal import ErrorsByName, console, json_line, loading_line, table
+from keepsight.cli.terminal import ErrorsByName, console, loading_line, say, table
 from keepsight.errors import InputError
 from keepsight.system.places import expanded
 
@@ -135,10 +135,7 @@ def show(
         from keepsight.cli.show import describe, render
 
     described = describe(expanded(file))
-    if as_json:
-        json_line(described)
-    else:
-        console().print(render(described))
+    say(as_json, described, render(described))
 
 
 @app.command(rich_help_panel=_LOOKING)
@@ -164,16 +161,13 @@ def verify(
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     with model.load() as vlm:
         found = certify(vlm.runtime, images, prompt)
-    if as_json:
-        json_line(found.to_dict())
-    else:
-        names = ("looked at", "holds", "largest difference", "")
-        rows = [
-            (check.what, "yes" if check.ok else "NO", f"{check.difference:.3g}", check.note)
-            for check in found.checks
-        ]
-        console().print(table(*names, right=("largest difference",), rows=rows))
-        typer.echo(found.verdict)
+    names = ("looked at", "holds", "largest difference", "")
+    rows = [
+        (check.what, "yes" if check.ok else "NO", f"{check.difference:.3g}", check.note)
+        for check in found.checks
+    ]
+    shown = table(*names, right=names[2:3], rows=rows)
+    say(as_json, found.to_dict(), shown, found.verdict)
     raise typer.Exit(0 if found else 1)
 
 

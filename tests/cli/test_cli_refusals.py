@@ -161,6 +161,7 @@ encode p.png --to s --shard 9/8           | expected i/n
 encode p.png --to s --dpi 3               | dpi=3
 encode p.png --to s --store x             | --store goes with --files
 encode p.png --to s --workers 2           | --workers goes with --ray
+encode p.png --to s --errors none/of/it   | --errors none/of/it cannot be written: No such file
 encode p.png --to s --ray --files         | leave out --files
 export demo                               | --to
 export --to x                             | which model?
@@ -271,7 +272,6 @@ ask --batch not.jsonl --out o --choices a,b         | line 1: response_format: i
 ask x.sight Hi --model demo-hybrid                  | does not fit
 decide p.png -q essay.json                          | essay
 export demo --to p.png/below                        | p.png/below cannot be written
-encode p.png --to s --errors no/such/folder         | cannot be written
 encode t.parquet --to s                             | no column 'image'
 families qwen9_vl                                   | did you mean qwen3_vl or
 families zzz                                        | 'zzz' is not listed; keepsight families
