@@ -9,16 +9,9 @@ from functools import lru_cache
 import torch
 from features import Bank
 from patches import merged
-from tokenizers import Tokenizer
-from torch import Tensor
-from words import SPECIAL
-
-from keepsight.demo.scene import (
-    COLORS,
+from questions import (
     KINDS,
-    SHAPES,
     Message,
-    Scene,
     comparison,
     conversation,
     more_scenes,
@@ -26,6 +19,11 @@ from keepsight.demo.scene import (
     turn,
     which,
 )
+from tokenizers import Tokenizer
+from torch import Tensor
+from words import SPECIAL
+
+from keepsight.demo.scene import COLORS, SHAPES, Scene
 
 # What needs two facts at once is learned last. It is asked more often than in a conversation, and
 # the words of an answer that tell whether it was understood weigh more than the rest.

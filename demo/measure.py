@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
+from questions import Message, conversation
 from tiny import HERE, KINDS, MODELS
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from keepsight.demo.scene import Message, Scene, conversation
+from keepsight.demo.scene import Scene
 
 MOST_PICTURES = 4
 IMAGE = "<|image_pad|>"

@@ -9,9 +9,8 @@ import json
 import random
 from collections.abc import Iterator
 
+from questions import conversation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from keepsight.demo.scene import conversation
 
 SPECIAL = (
     "<|endoftext|>",

@@ -1,27 +1,17 @@
-"""The options of `keepsight bench`, and the scales of its workloads.
-
-PyTorch is not imported here, so a wrong option is refused at once.
-"""
+"""What `keepsight bench` can be asked for, and the scales of its workloads. PyTorch is not imported
+here, so a wrong option is refused at once."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import gettempdir
-from typing import TypeAlias
 
 QUICK = ("W1", "W5")  # the default workloads of --quick
 WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart", "roofline")
 SHAPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")  # those of `checkpoints.SHAPES`
 SIZES = ("tiny", "small", "base", "large")  # those of `checkpoints.SIZES`
 DTYPES = ("float32", "bfloat16")
-_ABOUT = """Measure Keepsight against stock Transformers and the limit.
-
-It builds a random-weight checkpoint, or takes a model that is named (an exported one too), runs the
-workloads in one process, prints tables for people and one line of JSON for machines."""
-CheckModel: TypeAlias = Callable[[str], None]  # raises for impossible model names
 
 
 @dataclass(frozen=True)
@@ -58,57 +48,40 @@ SCALES = {
 }
 
 
-def parse(argv: list[str], check_model: CheckModel | None = None) -> argparse.Namespace:
-    """Parse the options; an error ends the program with one line."""
-    parser = argparse.ArgumentParser(prog="keepsight bench", description=_ABOUT)
-    add = parser.add_argument
-    add("model", nargs="?", help="a checkpoint or an export; else one is built")
-    add("--model", "-m", dest="option", help="as MODEL, said with an option")
-    add("--model-shape", type=_several(SHAPES))
-    add("--workload", type=_several(WORKLOADS))
-    add("--dtype", type=_several(DTYPES), default=["float32"])
-    add("--size", choices=SIZES, default="small", help="of the checkpoint")
-    add("--turns", type=_positive, help="turns, steps or requests of each workload")
-    add("--repetitions", type=_positive, help="of each workload")
-    add("--device", "--device-map", help="where it goes, such as cuda")
-    add("--scale", choices=SCALES, default="full", help="of the workloads")
-    quick = "small pictures, two workloads, under a minute"
-    add("--quick", dest="scale", action="store_const", const="quick", help=quick)
-    add("--folder", type=Path, default=_folder(), help="where checkpoints are kept")
-    add("--out", type=Path, help="write the result here, as JSON")
-    add("--json", action="store_true", help="JSON for machines, and no tables")
-    options = parser.parse_args(argv)
-    if options.model is not None and options.option is not None:
-        parser.error(f"{options.model!r} and --model {options.option}: name one model")
-    options.model = options.model or options.option
-    if options.model is not None and options.model_shape is not None:
-        parser.error("a model is named, so none is built: leave --model-shape out")
-    if options.model is not None and check_model is not None:
-        check_model(options.model)
-    return options
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured: a model that is named, or checkpoints of some shapes; without names,
+    what suits the scale."""
 
+    model: str | None = None
+    shapes: Sequence[str] = ()
+    size: str = "small"
+    workloads: Sequence[str] = ()
+    scale: str = "full"
+    dtypes: Sequence[str] = DTYPES[:1]
+    device_map: str | None = None
+    turns: int | None = None
+    repetitions: int | None = None
+    folder: Path = Path()
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
-    return number
+    def plan(self) -> dict[str, list[str]]:
+        """The workloads of each model; without names each shape runs those that suit it."""
+        quick = self.scale == "quick"
+        names = list(self.workloads or (QUICK if quick else WORKLOADS))
+        if self.model is not None:
+            return {Path(self.model).name: names}
+        if quick and not self.shapes:
+            return {"qwen3_vl": names}
+        if not self.shapes and not self.workloads:
+            return {"qwen3_vl": names, "qwen3_5": names, "qwen2_5_vl": ["peers"]}
+        return dict.fromkeys(self.shapes or ["qwen3_vl", "qwen3_5"], names)
 
-
-def _several(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A parser of `a,b` that accepts known names only."""
-
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r}; choose from {', '.join(known)}")
-        return names
-
-    return parse
-
-
-def _folder() -> Path:
-    """`bench/checkpoints` in a clone of the project (git ignores it), else a temporary folder."""
-    clone = Path("bench")
-    return clone / "checkpoints" if clone.is_dir() else Path(gettempdir()) / "keepsight-bench"
+    def amount(self) -> Scale:
+        """How much is run."""
+        scale = SCALES[self.scale]
+        return replace(
+            scale,
+            turns=self.turns or scale.turns,
+            requests=self.turns or scale.requests,
+            repetitions=self.repetitions or scale.repetitions,
+        )

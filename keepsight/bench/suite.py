@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,16 +14,17 @@ import keepsight
 from keepsight.bench import frame, hardware, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.measure import Bench
-from keepsight.bench.options import QUICK, SCALES, WORKLOADS, Scale
+from keepsight.bench.options import Asked
 from keepsight.bench.workloads import Pictures, Step, Workload, user, workloads
 from keepsight.kinds import Record
 
 FORMAT = 1
 
 
-def run(argv: list[str], options: argparse.Namespace) -> int:
+def run(typed: list[str], asked: Asked, out: Path | None = None, as_json: bool = False) -> int:
     """Run the benchmark; 1 if an answer was wrong."""
-    told = [Path(word).name if word == options.model else word for word in argv if word != "--json"]
+    path = asked.model or "-"
+    told = [word.replace(path, Path(path).name) for word in typed if word != "--json"]
     result: Record = {
         "benchmark": "keepsight",
         "format": FORMAT,
@@ -33,48 +32,25 @@ def run(argv: list[str], options: argparse.Namespace) -> int:
         "machine": frame.describe(),
         "runs": [],
     }
-    if options.scale == "quick":
+    if asked.scale == "quick":
         frame.say("a short look: under a minute on two free cores, twice that at the first time")
-    for shape, names in plan(options).items():
-        for dtype in options.dtype:
+    for shape, names in asked.plan().items():
+        for dtype in asked.dtypes:
             frame.say(f"{shape}, {dtype}: {', '.join(names)}")
-            result["runs"].append(_run(shape, dtype, names, options))
-    if not options.json:
+            result["runs"].append(_run(shape, dtype, names, asked))
+    if not as_json:
         tables.show_all(result, frame.wide(Console()))
-    frame.save(result, options.out)
-    if options.json or not sys.stdout.isatty():
+    frame.save(result, out)
+    if as_json or not sys.stdout.isatty():
         print(json.dumps(result, separators=(",", ":")))
     return 1 if any(tables.warnings(run) for run in result["runs"]) else 0
 
 
-def plan(options: argparse.Namespace) -> dict[str, list[str]]:
-    """The workloads to run on each shape; by default each shape runs those that suit it."""
-    usual = list(QUICK if options.scale == "quick" else WORKLOADS)
-    if options.model is not None:
-        return {Path(options.model).name: options.workload or usual}
-    if options.scale == "quick" and options.model_shape is None:
-        return {"qwen3_vl": options.workload or usual}
-    if options.model_shape is None and options.workload is None:
-        return {"qwen3_vl": usual, "qwen3_5": usual, "qwen2_5_vl": ["peers"]}
-    return dict.fromkeys(options.model_shape or ["qwen3_vl", "qwen3_5"], options.workload or usual)
-
-
-def _scale(options: argparse.Namespace) -> Scale:
-    scale: Scale = SCALES[options.scale]
-    turns = options.turns
-    return replace(
-        scale,
-        turns=turns or scale.turns,
-        requests=turns or scale.requests,
-        repetitions=options.repetitions or scale.repetitions,
-    )
-
-
-def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace) -> Record:
+def _run(shape: str, dtype: str, names: list[str], asked: Asked) -> Record:
     """Run everything requested on one checkpoint."""
-    path = options.model or checkpoint(shape, options.size, options.folder)
-    scale = _scale(options)
-    loaded = keepsight.load(path, dtype=dtype, device_map=options.device)
+    path = asked.model or checkpoint(shape, asked.size, asked.folder)
+    scale = asked.amount()
+    loaded = keepsight.load(path, dtype=dtype, device_map=asked.device_map)
     with loaded as vlm, TemporaryDirectory() as folder:
         # Collecting before each answer is cheap without all that exists already.
         gc.collect()
@@ -85,7 +61,7 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace) 
         bench.run(Workload("warm up", "not counted", warm_up, 1))
         run: Record = {
             "shape": shape,
-            "size": options.size,
+            "size": asked.size,
             "dtype": dtype,
             "parameters": vlm.model.num_parameters(),
             "exactness": "bits" if vlm.runtime.rule.kernels else "rounding",

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from keepsight import __version__
-from keepsight.cli import ask, cache, decide, encode, export, families, plan, serve
+from keepsight.cli import ask, bench, cache, decide, encode, export, families, plan, serve
 from keepsight.cli.options import (
     IMAGES,
     JSON,
@@ -24,12 +24,11 @@ from keepsight.cli.options import (
     Stored,
     check_how,
     check_images,
-    check_model,
     check_shown,
     grouped,
     option,
 )
-from keepsight.cli.terminal import ErrorsByName, console, json_line, loading_line, table
+from keepsight.cli.terminal import ErrorsByName, console, loading_line, say, table
 from keepsight.errors import InputError
 from keepsight.system.places import expanded
 
@@ -136,10 +135,7 @@ def show(
         from keepsight.cli.show import describe, render
 
     described = describe(expanded(file))
-    if as_json:
-        json_line(described)
-    else:
-        console().print(render(described))
+    say(as_json, described, render(described))
 
 
 @app.command(rich_help_panel=_LOOKING)
@@ -165,34 +161,16 @@ def verify(
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     with model.load() as vlm:
         found = certify(vlm.runtime, images, prompt)
-    if as_json:
-        json_line(found.to_dict())
-    else:
-        names = ("looked at", "holds", "largest difference", "")
-        rows = [
-            (check.what, "yes" if check.ok else "NO", f"{check.difference:.3g}", check.note)
-            for check in found.checks
-        ]
-        console().print(table(*names, right=("largest difference",), rows=rows))
-        typer.echo(found.verdict)
+    names = ("looked at", "holds", "largest difference", "")
+    rows = [
+        (check.what, "yes" if check.ok else "NO", f"{check.difference:.3g}", check.note)
+        for check in found.checks
+    ]
+    shown = table(*names, right=names[2:3], rows=rows)
+    say(as_json, found.to_dict(), shown, found.verdict)
     raise typer.Exit(0 if found else 1)
 
 
 app.command("families", rich_help_panel=_LOOKING)(families.families)
 app.add_typer(cache.app, name="cache", rich_help_panel=_LOOKING)
-
-
-@app.command(
-    rich_help_panel=_LOOKING,
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "help_option_names": [],
-    },
-)
-def bench(context: typer.Context) -> None:
-    """Measure against stock Transformers and against the limit; `bench --help` has its options."""
-    import importlib
-
-    room = importlib.import_module("keepsight.bench")
-    raise typer.Exit(room.main(list(context.args), check_model))
+app.command("bench", cls=bench.ToldCommand, rich_help_panel=_LOOKING)(bench.bench)

@@ -29,7 +29,7 @@ from keepsight.cli.options import (
     read_text,
 )
 from keepsight.cli.pictures import pictures_at
-from keepsight.cli.terminal import console, json_line, plain, report_table
+from keepsight.cli.terminal import console, json_line, plain, report_table, say, tell
 from keepsight.core.structured.formats import Format, wanted
 from keepsight.errors import InputError, KeepsightError, UnfinishedAnswer
 from keepsight.kinds import Options, Record
@@ -114,7 +114,7 @@ def _tell_of_store(report: Report) -> None:
     media = [s for s in report.segments if s.medium is not None]
     names = dict.fromkeys(s.name for s in media if s.features in stored or s.tier in stored)
     if names:
-        typer.echo(f"from the store, not encoded again: {', '.join(names)}", err=True)
+        tell(f"from the store, not encoded again: {', '.join(names)}")
 
 
 # -- many questions ----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _answer_batch(
     done = _answered(out, questions)  # before anything slow
     left = [one for one in questions if one.id not in done]
     if done:
-        typer.echo(f"{len(done)} of {len(questions)} are answered already", err=True)
+        tell(f"{len(done)} of {len(questions)} are answered already")
     count = failed = 0
     err = console(stderr=True)
     with model.load() as vlm, out.open("a", encoding="utf-8") as file:
@@ -149,10 +149,8 @@ def _answer_batch(
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             count, failed = count + 1, failed + ("error" in made)
-    if as_json:
-        json_line({"answered": count - failed, "failed": failed, "out": str(out)})
-    else:
-        console().print(f"{count - failed} answered, {failed} failed: {out}")
+    told = {"answered": count - failed, "failed": failed, "out": str(out)}
+    say(as_json, told, f"{count - failed} answered, {failed} failed: {out}")
     raise typer.Exit(1 if failed else 0)
 
 

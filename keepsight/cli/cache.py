@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
 from keepsight.cli.options import JSON, grouped, option
-from keepsight.cli.terminal import age_text, console, facts, json_line, plain, table
+from keepsight.cli.terminal import age_text, console, facts, json_line, plain, say, table
 from keepsight.errors import FileError, InputError, StoreError
 from keepsight.kinds import Record
 from keepsight.system.places import check_store_folder, expanded
@@ -115,7 +117,6 @@ class Look:
     @cached_property
     def files(self) -> dict[tuple[str, str], list[str]]:
         """The file names that notes record for each picture. Reading them counts as no use."""
-        from keepsight.media.naming import FILE
         from keepsight.store.files import Folder
 
         found: dict[tuple[str, str], list[str]] = {}
@@ -125,7 +126,7 @@ class Look:
         for entry in self.entries:
             try:
                 note = folder.read(entry.name)[0][1] if entry.kind == "alias" else {}
-                name = str(note.get(FILE, ""))
+                name = str(note.get("file", ""))
             except (FileError, OSError):
                 continue  # listed unchanged; `check` reports it
             for key in entry.media if name else ():
@@ -243,14 +244,13 @@ def _ago(when: float) -> str:
 def stats(where: Where, as_json: bool = JSON) -> None:
     """Show tiers, entries, bytes and reads, what each tenant has, and the largest and the most
     used entries. Tenants are named by digests: a store does not know their names."""
-    look, out = where.open(), console()
+    look = where.open()
     largest = sorted(look.entries, key=lambda e: -e.nbytes)[:_SHOWN]
     used = sorted(look.entries, key=lambda e: -e.uses)[:_SHOWN]
     stats = look.store.stats()  # after the entries: then the index has all of them
     best = {"largest": largest, "most used": used}
-    if as_json:
-        json_line(stats | {n.replace(" ", "_"): [*map(look.record, of)] for n, of in best.items()})
-        return
+    told = stats | {n.replace(" ", "_"): [*map(look.record, of)] for n, of in best.items()}
+    shown: list[RenderableType] = []
     kinds = {**dict(sorted(stats["kinds"].items())), "all": stats}
     tiers = {tier.get("tier", "tier"): tier for tier in stats.get("tiers", ())}
     tenants = sorted(stats["tenants"].items(), key=lambda item: -item[1]["bytes"])
@@ -259,15 +259,16 @@ def stats(where: Where, as_json: bool = JSON) -> None:
     for what, sizes in (("kind", kinds), ("tier", tiers), ("tenant", owners)):
         rows = [(name, of["entries"], bytes_text(of["bytes"])) for name, of in sizes.items()]
         if rows:
-            out.print(table(what, "entries", "bytes", right=("entries", "bytes"), rows=rows))
+            shown.append(table(what, "entries", "bytes", right=("entries", "bytes"), rows=rows))
     if (more := len(tenants) - _TENANTS) > 0:
-        out.print(f"and {more} more")
-    out.print(f"{sum(e.uses - 1 for e in look.entries)} reads of what is here")
+        shown.append(f"and {more} more")
+    shown.append(f"{sum(e.uses - 1 for e in look.entries)} reads of what is here")
     for title, chosen in best.items():
         cells = [(e.kind, e.key[:16], bytes_text(e.nbytes), e.uses) for e in chosen]
         names = ("kind", "key", "size", "uses")
         if cells:
-            out.print(table(*names, right=names[2:], title=title, rows=cells))
+            shown.append(table(*names, right=names[2:], title=title, rows=cells))
+    say(as_json, told, *shown)
 
 
 _COLUMNS: dict[str, Callable[[Record], Any]] = {
@@ -350,10 +351,8 @@ def explain(where: Where, entry: Named, as_json: bool = JSON) -> None:
     first = sum(e.used < it.used and not e.pinned for e in others)
     bases, about = _bases(others, it), look.about(it)
     tier = look.store.of(it.tenant).tier(it.kind, it.key)
-    if as_json:
-        of = {"tier": tier, "bases": len(bases), "upon": [[e.kind, e.key] for e in upon]}
-        json_line(look.record(it) | about | of | {"go_first": first})
-        return
+    told = look.record(it) | about | {"tier": tier, "bases": len(bases), "go_first": first}
+    told |= {"upon": [[e.kind, e.key] for e in upon]}
     if it.expires is not None:
         goes = f"in {age_text(it.expires - time.time())}, its time is over then"
     elif it.pinned:
@@ -379,7 +378,7 @@ def explain(where: Where, entry: Named, as_json: bool = JSON) -> None:
         "files": ", ".join(about.get("files", ())) or "none known",
         "goes": goes,
     }
-    console().print(facts(said))
+    say(as_json, told, facts(said))
 
 
 # -- pinning and removing ----------------------------------------------------------------------
@@ -469,12 +468,8 @@ def check(
     entries = sum(1 for _ in store.entries())
     wrong = store.check(repair)
     left = store.check() if repair and wrong else wrong
-    if as_json:
-        json_line({"entries": entries, "wrong": wrong, "left": left, "repaired": repair})
-        raise typer.Exit(1 if left else 0)
-    for line in wrong:
-        console().print(plain(line), style="red")
+    told = {"entries": entries, "wrong": wrong, "left": left, "repaired": repair}
     mended = f", {len(wrong) - len(left)} put right" if repair else ""
     count = f"{entries} entries checked, {len(wrong)} damaged{mended} in {where.store}"
-    console().print(plain(count))
+    say(as_json, told, *(Text(plain(line), "red") for line in wrong), count)
     raise typer.Exit(1 if left else 0)

@@ -22,7 +22,7 @@ from keepsight.cli.options import (
     read_text,
 )
 from keepsight.cli.pictures import pictures_at
-from keepsight.cli.terminal import console, json_line, plain, table
+from keepsight.cli.terminal import say, table
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.system.places import expanded
@@ -58,15 +58,12 @@ def decide(
     request = _request(questions, state, images)
     with model.load() as vlm:
         found = cast("Decisions", vlm.decide(request, decision_config=decision_config))
-        if as_json:
-            made: Record = {"answers": found, "usage": vars(found.usage)}
-            json_line(made | ({"report": found.report.to_dict()} if report else {}))
-            return
-        names = ("question", "answer", "confidence", "probabilities")
-        rows = [(name, *_row(answer)) for name, answer in found.items()]
-        console().print(table(*names, right=("confidence",), rows=rows))
-        if report:
-            console().print(plain(str(found.report)))
+    made: Record = {"answers": found, "usage": vars(found.usage)}
+    made |= {"report": found.report.to_dict()} if report else {}
+    names = ("question", "answer", "confidence", "probabilities")
+    rows = [(name, *_row(answer)) for name, answer in found.items()]
+    shown = table(*names, right=names[2:3], rows=rows)
+    say(as_json, made, shown, *([str(found.report)] if report else []))
 
 
 def _row(answer: Record) -> tuple[str, str, str]:

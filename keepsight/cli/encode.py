@@ -26,7 +26,7 @@ from keepsight.cli.options import (
     option,
     pixel_limits,
 )
-from keepsight.cli.terminal import console, json_line, loading_line, plain
+from keepsight.cli.terminal import console, json_line, loading_line, tell
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Options
 from keepsight.system import private_files
@@ -81,6 +81,7 @@ def encode(
         raise InputError("--ray writes to a store, which workers share; leave out --files")
     part = parse_shard(shard)
     check_dpi(dpi)
+    log = None if errors is None else _error_log(errors)
     with loading_line("PyTorch"):
         from keepsight import encode as room  # start-up time: after checking options
 
@@ -103,7 +104,8 @@ def encode(
     loading = {"store": store if files else to, "tenant": tenant, "vision_budget": "512MiB"}
     making: Options = {"codec": codec, "max_tokens": max_tokens, "batch": batch}
     with ExitStack() as stack:
-        log = None if errors is None else stack.enter_context(_error_log(errors))
+        if log is not None:
+            stack.enter_context(log)
         try:
             if ray:
                 from keepsight.encode.on_ray import run_on_ray
@@ -129,7 +131,7 @@ def encode(
                 tally.tell(to, errors, as_json)
             if isinstance(error, KeyboardInterrupt):
                 again = "the same command goes on from here, and encodes nothing twice"
-                typer.echo(f"stopped: {again}", err=True)
+                tell(f"stopped: {again}")
             raise
     tally.tell(to, errors, as_json)
     raise typer.Exit(1 if tally.failed else 0)
@@ -163,10 +165,9 @@ def _say_left_out(places: list[str], each: bool) -> None:
         counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
         hint = "" if each else "; -v lists them"
-        err = console(stderr=True)
-        err.print(plain(f"{len(places)} files of other kinds left out: {kinds}{hint}"))
+        tell(f"{len(places)} files of other kinds left out: {kinds}{hint}")
         for place in places if each else ():
-            err.print(plain(f"left out: {place}"), style="dim")
+            tell(f"left out: {place}", "dim")
 
 
 def _error_log(path: Path) -> IO[str]:

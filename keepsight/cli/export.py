@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keepsight.cli.options import JSON, MODEL, REVISION, Named, one_model, option
-from keepsight.cli.terminal import console, json_line, plain
+from keepsight.cli.terminal import hush, say, tell
 from keepsight.errors import InputError
 from keepsight.kinds import Options
 from keepsight.system.places import check_new_folder, expanded
@@ -38,31 +38,24 @@ def export(
         why = error.strerror or error
         raise InputError(f"{to} cannot be written: {why}; name another folder with --to") from error
     name = one_model(named, model)
-    err = console(stderr=True)
     start = time.perf_counter()
     with _ending_tidily() as go_on:
-        from transformers import logging
-
         from keepsight.export.graphs.exporter import export as make
 
         if not verbose:
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
+            hush()
 
-        def tell(line: str) -> None:
+        def told(line: str) -> None:
             go_on()
-            err.print(plain(line))
+            tell(line)
 
         options: Options = {"runtime": runtime, "quantised": quantised, "max_patches": max_patches}
-        manifest = make(name, to, **options, revision=revision, verbose=verbose, tell=tell)
+        manifest = make(name, to, **options, revision=revision, verbose=verbose, tell=told)
     from keepsight.cli import show  # start-up time
 
     made = show.of_manifest(to, manifest) | {"seconds": round(time.perf_counter() - start, 1)}
-    if as_json:
-        json_line(made)
-        return
-    console().print(show.render(made))
-    console().print(f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}", soft_wrap=True)
+    hint = f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}"
+    say(as_json, made, show.render(made), hint)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from keepsight.cli.options import JSON
-from keepsight.cli.terminal import console, facts, json_line, loading_line, table
+from keepsight.cli.terminal import facts, loading_line, say, table
 from keepsight.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,21 +42,16 @@ def families(
 
     if named is None:
         rows = [_row(name, family) for name, family in sorted(SUPPORTED.items())]
-        if as_json:
-            json_line(rows)
-            return
         cells = [(row["model_type"], row["reuses"], _short(row["family"])) for row in rows]
-        console().print(table("model type", "reuses", "served by", rows=cells))
-        console().print("keepsight families TYPE says what one is about", style="dim")
+        hint = Text("keepsight families TYPE says what one is about", "dim")
+        say(as_json, rows, table("model type", "reuses", "served by", rows=cells), hint)
         return
     name = _known(named, list(SUPPORTED))
     row = _row(name, SUPPORTED[name])
-    if as_json:
-        json_line(row)
-        return
     said = {key.replace("_", " "): value for key, value in row.items()}
     said |= {"served by": _short(said.pop("family"))}
-    console().print(facts(said | {"reuses": f"{row['reuses']}: {_REUSES[row['reuses']]}"}))
+    said |= {"reuses": f"{row['reuses']}: {_REUSES[row['reuses']]}"}
+    say(as_json, row, facts(said))
 
 
 def _known(given: str, types: list[str]) -> str:

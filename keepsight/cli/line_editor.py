@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepsight.cli.pictures import SUFFIXES
 from keepsight.system import private_files
+from keepsight.system.suffixes import is_picture
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -78,5 +78,5 @@ def completions(text: str, commands: list[str]) -> tuple[int, list[str]]:
     except OSError:
         return 0, []
     fitting = [e for e in entries if e.name.startswith(name) and (name or e.name[0] != ".")]
-    wanted = [e for e in fitting if e.is_dir() or Path(e.name).suffix.lower() in SUFFIXES]
+    wanted = [e for e in fitting if e.is_dir() or is_picture(e.name)]
     return -len(name), [e.name + os.sep * e.is_dir() for e in wanted[:_MOST]]

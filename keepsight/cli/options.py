@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
-from keepsight.cli.terminal import loading_line
+from keepsight.cli.terminal import hush, loading_line, tell
 from keepsight.core.structured import formats
 from keepsight.errors import ImageError, InputError, NotKeepsightFile, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.system.optional import optional
 from keepsight.system.places import check_device, check_store_writable, expanded
+from keepsight.system.suffixes import can_be_looked_at, is_package
 from keepsight.system.words import (
     check_dtype,
     check_export_place,
@@ -275,17 +276,9 @@ def model_first(
         return None, words
     first = words[0]
     demo = first in DEMO_NAMES and not is_there(first)
-    hub = option is None and _may_be_hub_id(first) and not _LOOKED_AT.fullmatch(first)
+    hub = option is None and _may_be_hub_id(first) and not can_be_looked_at(first)
     is_model = demo or hub or _holds_model(expanded(first))
     return (first, words[1:]) if is_model else (None, words)
-
-
-# What a folder's name says for itself: one without any of these gives nothing to look at.
-_LOOKED_AT = re.compile(
-    r".*\.(png|jpe?g|gif|webp|bmp|tiff?|ico|hei[cf]|avif|pdf|mp4|m4v|mov|mkv|webm|avi|sight"
-    r"|zip|tar|tgz|gz|bz2|xz|parquet|arrow|feather|csv|tsv|jsonl|txt)",
-    re.IGNORECASE,
-)
 
 
 def is_there(name: str) -> bool:
@@ -294,7 +287,7 @@ def is_there(name: str) -> bool:
     path = expanded(name)
     if name not in DEMO_NAMES or not path.is_dir():
         return os.path.lexists(path)
-    return any(_LOOKED_AT.fullmatch(file.name) for file in path.rglob("*"))
+    return any(can_be_looked_at(file.name) for file in path.rglob("*"))
 
 
 def _holds_model(folder: Path) -> bool:
@@ -325,15 +318,12 @@ def load(
     check_model(model)
     check_how(model, options.get("runtime"), options.get("weights"), store)
     with loading_line(model):
-        from transformers import logging
-
         import keepsight as ks
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        hush()
         options["image_options"] = pixel_limits(model, min_pixels, max_pixels)
         if options.get("runtime") or options.get("weights"):
-            options["tell"] = lambda line: typer.echo(line, err=True)
+            options["tell"] = tell
         vlm = ks.load(model, store=store or "", remote=remote or "", **options)
     if options.get("dtype") == "auto" and sys.stderr.isatty():
         from keepsight.core.kernels.linear import has_bfloat16  # start-up time
@@ -341,10 +331,9 @@ def load(
         it = vlm.model
         halves = str(it.dtype) == "torch.bfloat16" and it.device.type == "cpu"
         if halves and not has_bfloat16() and it.num_parameters() >= _LARGE:
-            typer.echo(
+            tell(
                 "this CPU has no instructions for bfloat16: prompts and pictures are several times "
-                "faster with --dtype float32, which takes twice the memory",
-                err=True,
+                "faster with --dtype float32, which takes twice the memory"
             )
     return vlm
 
@@ -397,7 +386,7 @@ def check_images(names: Iterable[str]) -> None:
         path = Path(name)
         if not path.exists():
             raise ImageError(f"{name}: no image can be read there (No such file or directory)")
-        if path.suffix.lower() == ".sight":
+        if is_package(name):
             check_shown(path)
         elif path.suffix.lower() == ".pdf":
             optional("pypdfium2", "pdf")
@@ -419,9 +408,9 @@ def check_shown(path: Path) -> None:
                 if file.read(9)[8:] != b"{":  # behind the record's length
                     raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
         elif not any((path / part).exists() for part in (MANIFEST, "graphs")):
-            raise InputError(
-                f"{path} is neither a store nor an export; name a .sight or .keep file in it, or "
-                f"see what a model takes: keepsight plan {path}"
-            )
+            ours = min([*path.glob("*.sight"), *path.glob("*.keep")], default=None)
+            hint = f"see what a model takes: keepsight plan {path}"
+            hint = hint if ours is None else f"name one of its files: keepsight show {ours}"
+            raise InputError(f"{path} is neither a store nor an export; {hint}")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error

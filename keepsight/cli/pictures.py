@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from keepsight.errors import InputError
+from keepsight.system.suffixes import is_picture, kind_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SUFFIXES = {
-    ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
-    ".heic", ".heif", ".pdf", ".sight",
-}  # fmt: skip
 Opened: TypeAlias = "tuple[str, str | bytes | Image]"  # a name to show, and a form to ask with
 _MOST = 64  # pictures of one folder or PDF
 _DPI = 150
@@ -63,21 +60,20 @@ def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
         path = _path_of(part)
         if part and _is_picture(path, leading):
             return path, word[len(part) :]
-    if (leading or os.sep in path) and Path(path).suffix.lower() in SUFFIXES:
+    if (leading or os.sep in path) and is_picture(path):
         raise InputError(f"{path}: there is no such picture; nothing was sent")
     return None, ""
 
 
 def _is_picture(path: str, alone: bool) -> bool:
     """Whether a word names pictures; a folder only if it cannot be part of a sentence."""
-    suffix = Path(urllib.parse.urlsplit(path).path if "://" in path else path).suffix.lower()
     if path.startswith(("http://", "https://")):
-        return suffix in SUFFIXES and not re.search(r"\s", path)
+        return is_picture(urllib.parse.urlsplit(path).path) and not re.search(r"\s", path)
     if "\0" in path:
         return False
     if os.path.isdir(path):
         return alone and os.sep in path
-    return suffix in SUFFIXES and os.path.isfile(path)
+    return is_picture(path) and os.path.isfile(path)
 
 
 def _path_of(word: str) -> str:
@@ -103,7 +99,9 @@ def pictures_at(path: str) -> list[Opened]:
     if path == "-":
         return [("standard input", sys.stdin.buffer.read())]
     if os.path.isdir(path):
-        files = sorted(p for p in Path(path).iterdir() if p.suffix.lower() in SUFFIXES - {".pdf"})
+        files = sorted(
+            p for p in Path(path).iterdir() if is_picture(p.name) and kind_of(p.name) != "pdf"
+        )
         if not files:
             raise InputError(f"{path}: the folder holds no picture")
         if len(files) > _MOST:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from keepsight.cli.options import JSON, MODEL, REVISION, Named, one_model, option
-from keepsight.cli.terminal import console, json_line, loading_line, plain, table
+from keepsight.cli.terminal import hush, loading_line, say, table
 from keepsight.errors import InputError
 from keepsight.system.units import bytes_text, parse_bytes
 
@@ -30,11 +30,9 @@ def plan(
     room = parse_bytes(budget)
     name = one_model(named, model)
     with loading_line("PyTorch"):
-        from transformers import logging
-
         from keepsight.core import plan as core
 
-    logging.set_verbosity_error()
+        hush()
     planned = core.plan(name, (int(found[1]), int(found[2])), revision)
     columns = {}
     for dtype in core.DTYPES:
@@ -48,9 +46,7 @@ def plan(
             "features_in_budget": room // 2 // features,  # the other half is for waiting pixels
             "prefixes_in_budget": room // prefix,
         }
-    if as_json:
-        json_line({"model": name, "size": size, "pictures": pictures, **vars(planned)} | columns)
-        return
+    told = {"model": name, "size": size, "pictures": pictures, **vars(planned)}
     rows = [
         (words, *(bytes_text(column[key]) for column in columns.values()))
         for key, words in (
@@ -72,5 +68,4 @@ def plan(
         f"{name}: {planned.model_type}, {count:,.1f} million weights, of which {tower:,.1f} in "
         f"the tower\na picture of {size}: {planned.picture_tokens} tokens"
     )
-    console().print(plain(about))
-    console().print(table("", *columns, right=tuple(columns), rows=rows))
+    say(as_json, told | columns, about, table("", *columns, right=tuple(columns), rows=rows))

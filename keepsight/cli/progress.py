@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from keepsight.cli.terminal import console, json_line, plain
+from keepsight.cli.terminal import say, tell
 from keepsight.kinds import Record
 from keepsight.system.units import bytes_text
 
@@ -105,18 +105,14 @@ class EncodeCounts:
     def tell(self, to: str, errors: Path | None, as_json: bool) -> None:
         """The end of a run: what became of all, and of each that was left out."""
         self.total = self.done
-        if as_json:
-            json_line(self.to_dict())
-        else:
-            console().print(f"{self}\nin {to}")
-        err = console(stderr=True)
+        say(as_json, self.to_dict(), f"{self}\nin {to}")
         for name, status, error in self.problems:
             why = error if error.startswith(name) else f"{name}: {error}"
-            err.print(plain(f"{status}: {why}"), style=None if status == "skipped" else "red")
+            tell(f"{status}: {why}", "" if status == "skipped" else "red")
         untold = self.failed + self.counts["skipped"] - len(self.problems)
         if untold > 0:
             where = errors or "a file, with --errors FILE"
-            err.print(f"and {untold} more; all are listed in {where}")
+            tell(f"and {untold} more; all are listed in {where}")
 
 
 def duration(seconds: float) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.style import Style
@@ -71,6 +71,20 @@ def plain(text: str) -> str:
 def json_line(data: object) -> None:
     """Print one line of JSON on standard output."""
     typer.echo(json.dumps(data, default=str))
+
+
+def say(as_json: bool, data: object, *shown: RenderableType) -> None:
+    """The result of a command: JSON for machines, or what is shown to people."""
+    if as_json:
+        json_line(data)
+        return
+    for part in shown:
+        typer.echo(plain(part)) if isinstance(part, str) else console().print(part)
+
+
+def tell(text: str, style: str = "") -> None:
+    """A line beside the result, on stderr."""
+    console(stderr=True).print(Text(plain(text), style), soft_wrap=True)
 
 
 def age_text(seconds: float) -> str:
@@ -155,6 +169,14 @@ class WrittenWords:
         wide = self.width and self.column + cell_len(word) > self.width
         self.console.print(Text(seen if wide else word), end="", soft_wrap=True)
         self.column = 0 if word.endswith("\n") else self.column + cell_len(word)
+
+
+def hush() -> None:
+    """Let Transformers say nothing but errors, and draw no bars."""
+    from transformers import logging  # start-up time
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @contextmanager

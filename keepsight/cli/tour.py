@@ -28,11 +28,10 @@ from rich.console import Console, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
-from transformers import logging
 
 import keepsight as ks
 from keepsight.cli import show
-from keepsight.cli.terminal import plain, share_bar, table, thumbnail
+from keepsight.cli.terminal import hush, plain, share_bar, table, thumbnail
 from keepsight.cli.tour_stock import TOKENS, StockSession, answer, judge, question
 from keepsight.demo.scene import COLORS, SHAPES, Scene, difference
 from keepsight.errors import KeepsightError, MissingExtra, StoreError
@@ -62,8 +61,7 @@ _FORM = {
 def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) -> None:
     """Run the tour; `save`: the page to write."""
     began, threads = time.perf_counter(), torch.get_num_threads()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    hush()
     torch.set_num_threads(1)
     try:
         stage = Stage(console, _own_folder(expanded(out)), scenes_of(seed))

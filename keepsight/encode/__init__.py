@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, ReadOptions
@@ -69,11 +69,8 @@ def place_of(
     files: str | os.PathLike[str] | None = None,
     *,
     tenant: str | None = None,
-    codec: str = "exact",
-    max_tokens: int | None = None,
-    batch: int = 1,
+    **options: Any,
 ) -> Place:
-    """The place for packages: the model's store, or a folder of files."""
-    whose = vlm.tenant if tenant is None else tenant_name(tenant)
-    making = Making(whose, codec, max_tokens, batch)
+    """The place for packages, made as the options say: the model's store, or a folder of files."""
+    making = Making(vlm.tenant if tenant is None else tenant_name(tenant), **options)
     return ToStore(vlm, making) if files is None else ToFiles(vlm, making, files)

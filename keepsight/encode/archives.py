@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import IO, cast
 
-from keepsight.encode.items import At, Item, broken, kind_of, of_bytes
+from keepsight.encode.items import At, Item, broken, of_bytes
 from keepsight.errors import ImageError
 from keepsight.media.sources import MAX_BYTES
+from keepsight.system.suffixes import kind_of
 
 MAX_MEMBERS = 10_000_000
 _BLOCK = 512

@@ -9,7 +9,6 @@ written under them.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +25,6 @@ from keepsight.media.sources import (
 )
 from keepsight.system import digests
 from keepsight.system.words import check_dpi
-
-# File types taken from a folder; a file named directly or by a glob with a suffix is always tried.
-_SUFFIXES = {
-    "image": r"avif|bmp|gif|heic|heif|jfif|jpe|jpeg|jpg|pbm|pgm|png|pnm|ppm|tga|tif|tiff|webp",
-    "pdf": "pdf",
-    "video": r"mp4|mov|mkv|webm|avi|m4v",
-    "parquet": "parquet|pq",
-    "arrow": "arrow|feather|ipc",
-    "zip": "zip",
-    "tar": r"tar|tgz|tbz2|tar\.gz|tar\.bz2|tar\.xz|tar\.zst",
-    "list": "txt|lst|csv|tsv|jsonl|ndjson",
-}
-_KINDS = {kind: re.compile(rf".*\.(?:{s})", re.I | re.S) for kind, s in _SUFFIXES.items()}
-
-
-def kind_of(path: str) -> str | None:
-    """The kind of a file by its suffix, or None."""
-    return next((kind for kind, suffixes in _KINDS.items() if suffixes.fullmatch(path)), None)
 
 
 @dataclass(frozen=True)

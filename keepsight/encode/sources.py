@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from keepsight.encode import archives, documents, tables
-from keepsight.encode.items import At, Item, ReadOptions, broken, kind_of, of_text
+from keepsight.encode.items import At, Item, ReadOptions, broken, of_text
 from keepsight.errors import InputError
 from keepsight.media.sources import open_source
+from keepsight.system.suffixes import kind_of
 
 MAX_LINE = 64 << 20  # may contain a data URI
 

@@ -23,9 +23,7 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
-
-import torch
+from typing import TYPE_CHECKING, BinaryIO
 
 from keepsight.errors import (
     DamagedFile,
@@ -38,24 +36,27 @@ from keepsight.errors import (
 from keepsight.kinds import Record
 from keepsight.system import digests, private_files
 
+if TYPE_CHECKING:  # a record is read without PyTorch
+    import torch
+
 Where = Path | str
 MAX_HEADER = 64 << 20
 _LARGE = 2 << 20  # size of a huge page
 _MAX_DIMENSIONS = 64
 _KEY = "keepsight"
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -84,14 +85,15 @@ def _spell(
     end = 0
     for name in order:
         tensor, start = tensors[name], end
-        if name == "__metadata__" or tensor.dtype not in _NAMES:
+        dtype = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        if name == "__metadata__" or dtype is None:
             raise InputError(
                 f"tensor {name!r} ({tensor.dtype}) cannot be written: safetensors has no such name "
                 "or dtype"
             )
         end += tensor.nbytes
         places = {"shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[name] = {"dtype": _NAMES[tensor.dtype], **places}
+        header[name] = {"dtype": dtype, **places}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, order
@@ -157,6 +159,8 @@ def parse_record(
 def _read(
     file: BinaryIO, size: int, where: Where, kind: str, version: int
 ) -> tuple[dict[str, torch.Tensor], Record]:
+    import torch
+
     header, start = _header(file, size, where)
     record = _record(header.pop("__metadata__", None), where, kind, version)
     places = _places(header, size - start, where)
@@ -180,6 +184,8 @@ def _room(size: int) -> torch.Tensor:
     For a file in the page cache, allocating small pages takes longer than reading. The file itself
     is not mapped: it may be changed or truncated after it was checked.
     """
+    import torch
+
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -231,10 +237,13 @@ def _places(
     header: Record, data: int, path: Where
 ) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """The place of each tensor. The ranges must tile the data exactly: no gaps, no overlaps."""
+    import torch
+
     places = {}
     for name, entry in header.items():
         try:
-            dtype, shape = _DTYPES[entry["dtype"]], _integers(entry["shape"])
+            dtype = getattr(torch, _DTYPES[entry["dtype"]])
+            shape = _integers(entry["shape"])
             start, end = _integers(entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise DamagedFile(f"{path}: tensor {name!r} is not described properly") from None

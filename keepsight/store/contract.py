@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from keepsight.kinds import Record
 
-Tensors = dict[str, torch.Tensor]
-Content = tuple[Tensors | None, Record]  # without tensors: a note
+if TYPE_CHECKING:  # commands look into a store without PyTorch
+    import torch
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+Content: TypeAlias = "tuple[Tensors | None, Record]"  # without tensors: a note
 Found = tuple[Content, Record]  # with the metadata in its file
 Name = tuple[str, str]  # kind and key
 CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ

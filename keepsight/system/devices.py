@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import torch
+if TYPE_CHECKING:  # commands look into a store without PyTorch
+    import torch
 
-Tensors = dict[str, torch.Tensor]
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
 
 
 class _Streams(Protocol):
@@ -71,6 +72,8 @@ def to_devices(
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Host memory into which a device can copy asynchronously."""
+    import torch
+
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
@@ -97,6 +100,8 @@ class StreamOrder:
 
 
 def _leave(tensor: torch.Tensor, ends: list[torch.Event]) -> torch.Tensor:
+    import torch
+
     device = tensor.device
     streams = _streams(device)
     if streams is None:
@@ -120,6 +125,8 @@ def _streams(device: torch.device) -> _Streams | None:
     """The streams of a device, if it has any."""
     if device.type in ("cpu", "meta"):
         return None
+    import torch
+
     module = torch.get_device_module(device)
     return module if hasattr(module, "current_stream") and hasattr(module, "Stream") else None
 
@@ -139,6 +146,8 @@ def release_team() -> bool:
     thread that passes a model on ends its team: decoding on two cores is then a fifth faster. False
     if this torch has no GNU OpenMP, or one that cannot do it.
     """
+    import torch
+
     found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
     flag = getattr(os, "RTLD_NOLOAD", None)  # never load a second copy of it
     if not found or flag is None:

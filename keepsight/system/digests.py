@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 from blake3 import blake3
 
 from keepsight.kinds import Record
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = "keepsight-1"
 
@@ -29,7 +33,7 @@ _threads = [blake3.AUTO]
 if hasattr(os, "register_at_fork"):  # Windows has no forks
     os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
 
-Part = str | bytes | bytearray | int | float | bool | None | np.ndarray | torch.Tensor
+Part: TypeAlias = "str | bytes | bytearray | int | float | bool | np.ndarray | torch.Tensor | None"
 
 
 def digest(kind: str, *parts: Part | Iterable[object]) -> str:
@@ -70,6 +74,8 @@ def narrowest(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in the first of bfloat16 and float16 that holds all of them."""
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         return tensor
+    import torch
+
     flat = tensor.detach().reshape(-1)
     for dtype in (torch.bfloat16, torch.float16):
         # Most tensors that do not fit show it at once.
@@ -79,6 +85,8 @@ def narrowest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    import torch
+
     return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
@@ -87,6 +95,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
+    import torch
+
     return flat.view(torch.uint8).numpy().data
 
 
@@ -96,7 +106,7 @@ def _frame(hasher: blake3, tag: bytes, data: bytes | memoryview) -> None:
     hasher.update(data)
 
 
-def _feed(hasher: blake3, part: object) -> None:
+def _feed(hasher: blake3, part: Any) -> None:
     if isinstance(part, str):
         # File names may hold lone surrogates; no other text has their spelling.
         _frame(hasher, b"s", part.encode("utf-8", "surrogatepass"))
@@ -105,7 +115,7 @@ def _feed(hasher: blake3, part: object) -> None:
     elif part is None or isinstance(part, bool | int | float):
         # `n` for number: a separate tag, otherwise True would be the bytes b"True".
         _frame(hasher, b"n", f"{type(part).__name__} {part!r}".encode())
-    elif isinstance(part, torch.Tensor):
+    elif _is_tensor(part):
         _frame(hasher, b"t", f"{part.dtype}{tuple(part.shape)}".encode())
         _frame(hasher, b"d", tensor_bytes(part))
     elif isinstance(part, np.ndarray):
@@ -121,9 +131,14 @@ def _feed(hasher: blake3, part: object) -> None:
         raise TypeError(f"a {type(part).__name__} has no canonical form to digest")
 
 
-def _plain(value: object) -> object:
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a tensor; before PyTorch is imported, nothing is."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _plain(value: Any) -> object:
     """JSON for values of configs that JSON lacks: tensors, arrays, dtypes, enums, sets."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, np.ndarray) or _is_tensor(value):
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.commands import run as command
 from torch.utils.flop_counter import FlopCounterMode
 
 import keepsight
 from bench import page
-from keepsight import bench
-from keepsight.bench import checkpoints, frame, options, suite, tables
+from keepsight.bench import checkpoints, frame, options, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.hardware import ATTENTION
 from keepsight.bench.measure import Round, guard
-from keepsight.bench.options import SCALES
+from keepsight.bench.options import SCALES, WORKLOADS, Asked
 from keepsight.bench.workloads import Pictures, workloads
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bench")
     out = folder / "result.json"
     argv = ["--model-shape", "qwen3_vl", "--size", "tiny", "--scale", "smoke"]
-    assert bench.main([*argv, "--folder", str(folder), "--out", str(out)]) == 0
+    command("bench", *argv, "--folder", str(folder), "--out", str(out))
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -168,32 +168,24 @@ def test_wrong_answers_are_told_loudly_and_fail_the_run(result: dict[str, Any]) 
 
 
 def test_workloads_are_the_same_prompts_each_time(tmp_path: Path) -> None:
-    names = list(bench.WORKLOADS)
+    names = list(WORKLOADS)
     first, second = (list(workloads(names, Pictures(tmp_path), SCALES["smoke"])) for _ in range(2))
     assert first == second
     assert first[0].steps[1].messages[0] == first[0].steps[0].messages[0]  # a history grows
 
 
-def test_options_are_known_names_and_a_quick_run_is_short(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_options_are_known_names_and_a_quick_run_is_short() -> None:
     assert tuple(checkpoints.SHAPES) == options.SHAPES and tuple(checkpoints.SIZES) == options.SIZES
-    assert suite.plan(options.parse(["--quick"])) == {"qwen3_vl": ["W1", "W5"]}
-    assert suite.plan(options.parse(["--quick", "--workload", "W4"])) == {"qwen3_vl": ["W4"]}
-    for argv in (["--workload", "W2"], ["--model-shape", "gpt"], ["--turns", "0"], ["--typo"]):
-        with pytest.raises(SystemExit):
-            bench.main(argv)
-    assert "choose from W1" in capsys.readouterr().err
+    assert Asked(scale="quick").plan() == {"qwen3_vl": ["W1", "W5"]}
+    assert Asked(scale="quick", workloads=["W4"]).plan() == {"qwen3_vl": ["W4"]}
+    full = Asked().plan()
+    assert full == {"qwen3_vl": [*WORKLOADS], "qwen3_5": [*WORKLOADS], "qwen2_5_vl": ["peers"]}
 
 
-def test_a_model_of_ones_own_is_measured_and_its_folder_not_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_ones_own_is_measured_and_its_folder_not_told(tmp_path: Path) -> None:
     path, told = str(checkpoint("qwen3_vl", "tiny", tmp_path)), tmp_path / "told.json"
     argv = [path, "--scale", "smoke", "--workload", "W1", "--turns", "2", "--repetitions", "1"]
-    assert bench.main([*argv, "--out", str(told)]) == 0
+    command("bench", *argv, "--out", str(told))
     assert str(tmp_path) not in told.read_text()
     assert json.loads(told.read_text())["runs"][0]["shape"] == Path(path).name
-    with pytest.raises(SystemExit):
-        bench.main([path, "--model-shape", "qwen3_vl"])
-    assert "leave --model-shape out" in capsys.readouterr().err
+    assert "--turns 2" in json.loads(told.read_text())["command"]

@@ -15,8 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -32,7 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight.bench import options as bench_options
+from keepsight.bench import suite
+from keepsight.bench.options import Asked
 from keepsight.cli import options, progress
 from keepsight.cli.app import app
 from keepsight.cli.options import DEMO_NAMES, model_first
@@ -319,19 +319,24 @@ def test_one_family_is_told_in_detail_and_an_unknown_one_by_what_is_near() -> No
 
 
 def test_bench_gets_every_argument_and_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-
-    def main(argv: list[str], check_model: Callable[[str], None]) -> int:
-        seen.append(argv)
-        return 7
-
-    monkeypatch.setitem(
-        sys.modules,
-        "keepsight.bench",
-        types.SimpleNamespace(main=main),  # type: ignore[arg-type]
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(suite, "run", lambda *given: seen.append(given) or 7)
+    words = ["--model-shape", "qwen3_vl,qwen3_5", "--workload", "W4,W1", "--size", "tiny"]
+    words += ["--dtype", "bfloat16,float32", "--device", "cpu", "--turns", "2"]
+    words += ["--repetitions", "3", "--scale", "smoke", "--folder", "f", "--out", "o", "--json"]
+    run("bench", *words, code=7)
+    asked = Asked(
+        shapes=["qwen3_vl", "qwen3_5"],
+        workloads=["W4", "W1"],
+        size="tiny",
+        dtypes=["bfloat16", "float32"],
+        device_map="cpu",
+        turns=2,
+        repetitions=3,
+        scale="smoke",
+        folder=Path("f"),
     )
-    run("bench", "W1", "--size", "big", "--help", code=7)
-    assert seen == [["W1", "--size", "big", "--help"]]
+    assert seen == [(words, asked, Path("o"), True)]
 
 
 # -- the store ---------------------------------------------------------------------------------
@@ -356,12 +361,12 @@ def said(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_benchmark_takes_a_model_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_options.parse(["demo"]).model == "demo"
-    assert bench_options.parse(["--model", "demo"]).model == "demo"
-    with pytest.raises(SystemExit):
-        bench_options.parse(["demo", "--model", "demo"])
-    assert "name one model" in capsys.readouterr().err
+def test_the_benchmark_takes_a_model_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Asked] = []
+    monkeypatch.setattr(suite, "run", lambda typed, asked, *_: seen.append(asked) or 0)
+    run("bench", "demo", "--quick")
+    run("bench", "--model", "demo", "--quick")
+    assert [(asked.model, asked.plan()) for asked in seen] == [("demo", {"demo": ["W1", "W5"]})] * 2
 
 
 def test_a_device_is_refused_by_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,6 @@ def test_commands_have_the_options_that_pages_name() -> None:
             while hasattr(command, "commands"):
                 assert rest[:1] and rest[0] in command.commands, f"{page}: {shlex.join(words)}"
                 command, rest = command.commands[rest[0]], rest[1:]
-            if words[1] == "bench":  # its options are its own parser's
-                continue
             options = command.get_params(typer.Context(command))
             known = {name for option in options for name in option.opts}
             for word in rest:

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support import commands
 from support.encode_parts import png, table, tar
-from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.cli import progress
-from keepsight.cli.app import app
 from keepsight.encode import Encoded
 from keepsight.encode.places import ToStore
 from keepsight.errors import NotStored
@@ -36,9 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str, code: int = 0) -> Any:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["encode", *words])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
+    return commands.run("encode", *words, code=code)
 
 
 def test_files_of_other_kinds_are_one_line_and_listed_when_asked_for(folder: Path) -> None:
@@ -53,13 +50,6 @@ def test_files_of_other_kinds_are_one_line_and_listed_when_asked_for(folder: Pat
     listed = run(*words, "-v").stderr
     assert f"{line}\n" in listed
     assert all(f"left out: {name}\n" in listed for name in ("a.txt", "d.md", "README"))
-
-
-def refused(*words: str) -> str:
-    """The one line on stderr of a command that is refused."""
-    result = run(*words, code=2)
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    return result.stderr
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -109,7 +99,7 @@ def test_the_model_may_be_the_first_word(folder: Path) -> None:
     Path("demo").mkdir()
     Path("demo/make.py").write_text("")
     assert lines(run("demo", "a.png", *to).stdout)[0]["status"] == "kept"
-    assert "no pictures are named" in refused("demo", *to)
+    assert "no pictures are named" in commands.refused("encode", "demo", *to)
     # What is there is a source, whatever it is called and whatever else lies in it.
     Path("demo/config.json").write_text('{"title": "my pictures"}')
     Path("demo/p.png").write_bytes(png(9))

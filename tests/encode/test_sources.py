@@ -34,11 +34,12 @@ from support.encode_parts import (
 from support.hostile import bounded, png_that_claims
 
 from keepsight.encode import archives, count, documents, find, parse_shard
-from keepsight.encode.items import ReadOptions, kind_of
+from keepsight.encode.items import ReadOptions
 from keepsight.errors import InputError
 from keepsight.media import video_files
 from keepsight.media.clips import open_clip
 from keepsight.media.sources import open_source
+from keepsight.system.suffixes import kind_of
 
 
 def names(found: list[Any]) -> list[str]:

@@ -41,7 +41,7 @@ from keepsight.errors import (
 from keepsight.formats import tensorfile
 from keepsight.system import digests
 
-DTYPES = list(tensorfile._DTYPES.values())
+DTYPES = [getattr(torch, name) for name in tensorfile._DTYPES.values()]
 Tensors = dict[str, torch.Tensor]
 
 
