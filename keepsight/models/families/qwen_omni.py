@@ -17,7 +17,7 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Clip, Grid, Options, Record
 from keepsight.models import upstream
-from keepsight.models.families.pixels import Part, Pixels, Tensors, joined, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, Tensors, joined, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class QwenOmni(QwenVL):
         processed, texts = upstream.processed(processor, "audio", [samples], **given)
         mask = torch.as_tensor(processed[AUDIO[1]])
         clip = self._clip(torch.as_tensor(processed[AUDIO[0]])[0], int(mask[0].sum()))
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["audio"])
-        return Pixels(clip.tensors, clip.grid, parse_layout(texts[0], placeholder), "audio")
+        layout = self.layout_of(processor, texts[0], "audio")
+        return Pixels(clip.tensors, clip.grid, layout, "audio")
 
     def _process_video(
         self, processor: ProcessorMixin, frames: np.ndarray, about: Record, options: Options

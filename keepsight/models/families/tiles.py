@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.kinds import Decoded, Options, Record
-from keepsight.models.families.base import Cast, Family
-from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout, rows_of
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Part, Pixels, Tensors, rows_of
 from keepsight.models.renamed import EncoderOutput
 
 if TYPE_CHECKING:
@@ -50,19 +50,15 @@ class GotOcr2(InternVL):
     Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
     """
 
+    casts = True
+
     def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
         """One page through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(
             processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
         )
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        return self._pixels(dict(processed), parse_layout(text, placeholder))
-
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.core.vision_tower.dtype
-        return dtype
+        return self._pixels(dict(processed), self.layout_of(processor, text))
 
 
 class AyaVision(Family):
@@ -259,10 +255,11 @@ class Step3p7(Family):
         return -(-height // 2) * -(-width // 2)
 
 
-class DeepseekOcr2(Cast, Step3p7):
+class DeepseekOcr2(Step3p7):
     """A learned row follows the views of an image."""
 
     separators = 1
+    casts = True
 
     def _tokens(self, views: torch.Tensor) -> int:
         """Patches halved twice in each direction; the tower has this many queries."""
