@@ -399,14 +399,19 @@ class Family:
         plain = torch.arange(len(ids))[None]
         if not self.mrope:
             return plain
-        if not types.any():
+        if not np.isin(types, (1, 2)).any():
             return plain[None].expand(4, 1, -1)
-        rope, _ = self.core.get_rope_index(
-            torch.from_numpy(ids.astype(np.int64))[None],
-            mm_token_type_ids=torch.from_numpy(types.astype(np.int64))[None],
-            **{name: torch.tensor(value) for name, value in self.rope_grid(grids).items()},
-        )
-        return torch.cat([plain[None], rope])
+        given = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+        rope = self.rope(torch.from_numpy(ids.astype(np.int64))[None], types, given, grids)
+        return torch.cat([plain[None].to(rope.dtype), rope])
+
+    def rope(
+        self, ids: torch.Tensor, types: np.ndarray, given: Tensors, grids: Sequence[Grid]
+    ) -> torch.Tensor:
+        """Transformers' positions of a prompt that has media, whose grids are `given`."""
+        kinds = torch.from_numpy(types.astype(np.int64))[None]
+        found: torch.Tensor = self.core.get_rope_index(ids, mm_token_type_ids=kinds, **given)[0]
+        return found
 
     def rope_grid(self, grids: Sequence[Grid]) -> Grid:
         """The grids of all media in the form `get_rope_index` takes."""

@@ -152,18 +152,16 @@ class QwenOmni(QwenVL):
         inputs = {name: torch.tensor(v) for name, v in grid.items() if name.endswith("_thw")}
         return {**inputs, "position_ids": self.positions(ids, types, grids)}
 
-    def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
-        plain = torch.arange(len(ids))[None]
-        if not np.isin(types, (1, 2)).any():
-            return plain[None].expand(4, 1, -1)
-        grid = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+    def rope(
+        self, ids: torch.Tensor, types: np.ndarray, given: Tensors, grids: Sequence[Grid]
+    ) -> torch.Tensor:
         lengths = [length for one in grids for length in one.get("audio_seqlens", [])]
-        rope, _ = self.core.get_rope_index(
-            torch.from_numpy(ids.astype(np.int64))[None],
-            image_grid_thw=grid.get("image_grid_thw"),
-            video_grid_thw=grid.get(VIDEO[1]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        found: torch.Tensor = self.core.get_rope_index(
+            ids,
+            image_grid_thw=given.get("image_grid_thw"),
+            video_grid_thw=given.get(VIDEO[1]),
+            attention_mask=torch.ones_like(ids),
             audio_seqlens=torch.tensor(lengths) if lengths else None,
-            second_per_grids=grid.get(_SECONDS),
-        )
-        return torch.cat([plain[None].to(rope.dtype), rope])
+            second_per_grids=given.get(_SECONDS),
+        )[0]
+        return found

@@ -111,11 +111,6 @@ class Mistral3(Family):
         patch = int(config.vision_config.patch_size)
         return patch * int(getattr(config, "spatial_merge_size", 1))
 
-    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
-        names = ("pixel_values", "image_sizes")
-        tensors = {name: torch.as_tensor(processed[name]) for name in names}
-        return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
-
     def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split by image, each cropped to its own size."""
         given = with_sizes(tensors, "images", "channels", "height", "width")

@@ -31,51 +31,10 @@ class InternVL(Family):
     placeholders tell where one image ends.
     """
 
-    def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
-        tokens = self.tokens_per_row(pixels.shape[0], ids)
-        is_image = np.concatenate([[0], ids == self.image_token_id, [0]]).astype(np.int8)
-        edges = np.flatnonzero(np.diff(is_image))
-        media, row = [], 0
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            tiles = int(end - start) // tokens
-            part = pixels[row : row + tiles]
-            media.append(self._pixels({"pixel_values": part}, (tiles * tokens,)))
-            row += tiles
-        return media
-
-
-class GotOcr2(InternVL):
-    """Families whose processor takes several pages for one image (GOT-OCR 2).
-
-    Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
-    """
-
-    casts = True
-
-    def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
-        """One page through the checkpoint's own image processor."""
-        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
-        text = processor.replace_image_token(
-            processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
-        )
-        return self._pixels(dict(processed), self.layout_of(processor, text))
-
-
-class AyaVision(Family):
-    """Families whose image is several runs of placeholders, one per tile, with text between them.
-
-    Aya Vision writes a tile's name before each tile, Cohere 2 Vision a line break after each. A
-    processor's packed output holds the tiles of all images in sequence, without a tensor that says
-    where an image ends. The prompt says it: a token closes each image. Without that token, each
-    tile is taken for an image of its own: the answers are equal, less is shared.
-    """
-
-    behind = 0  # tokens between a tile and the one that closes its image
-
     def closing(self, row: np.ndarray, end: int) -> int | None:
-        """The token that closes an image; the last placeholder of `row` is at `end` - 1."""
-        spot = end + self.behind
-        return int(row[spot]) if spot < len(row) else None
+        """The token that closes an image of several runs; none where each run is an image. The last
+        placeholder of `row` is at `end` - 1."""
+        return None
 
     def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         pixels = tensors.get("pixel_values")
@@ -107,6 +66,38 @@ class AyaVision(Family):
                 yield last + 1 - first
                 first = last + 1
         yield len(spots) - first
+
+
+class GotOcr2(InternVL):
+    """Families whose processor takes several pages for one image (GOT-OCR 2).
+
+    Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
+    """
+
+    casts = True
+
+    def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
+        """One page through the checkpoint's own image processor."""
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        text = processor.replace_image_token(
+            processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
+        )
+        return self._pixels(dict(processed), self.layout_of(processor, text))
+
+
+class AyaVision(InternVL):
+    """Families whose image is several runs of placeholders, one per tile, with text between them.
+
+    Aya Vision writes a tile's name before each tile, Cohere 2 Vision a line break after each. A
+    token closes each image. Without it, each tile is taken for an image of its own: the answers are
+    equal, less is shared.
+    """
+
+    behind = 0  # tokens between a tile and the one that closes its image
+
+    def closing(self, row: np.ndarray, end: int) -> int | None:
+        spot = end + self.behind
+        return int(row[spot]) if spot < len(row) else None
 
 
 class Cohere2Vision(AyaVision):
