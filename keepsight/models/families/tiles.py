@@ -166,6 +166,7 @@ class Llama4(AyaVision):
     """
 
     beside_the_tower = ("multi_modal_projector",)
+    casts = True  # Transformers' processor gives bfloat16 for any model
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -180,12 +181,6 @@ class Llama4(AyaVision):
         """The width of the tower, not of the decoder."""
         config = self.model.config
         return int(config.vision_config.vision_output_dim)
-
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        """Transformers' processor gives bfloat16 for any model."""
-        dtype: torch.dtype = self.core.vision_model.dtype
-        return dtype
 
     def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         output = super().features_of(inputs)
