@@ -49,12 +49,11 @@ from keepsight.kinds import (
     Wrapping,
 )
 from keepsight.media.medium import Picture, Pictures
-from keepsight.models import loading, without_tower
+from keepsight.models import loading
 from keepsight.models.blindfold import blindfold
 from keepsight.models.deciding import without_head
 from keepsight.models.families import family_of
 from keepsight.models.identity import Identity
-from keepsight.models.loadable import check_loadable
 from keepsight.models.narrow import narrow
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.question import user_turn
@@ -97,8 +96,8 @@ def load(
     elif is_export(path):
         model, files = load_exported(path, *how, options.get("store"))
     else:
-        check_loadable(path, device_map, revision)
-        load_named = loading.load_named if vision else without_tower.load_named
+        loading.check_loadable(path, device_map, revision)
+        load_named = loading.load_named if vision else loading.load_without_tower
         model, files = load_named(path, dtype, device_map, revision)
         if (commit := loading.commit_of(path, revision)) is not None:
             model.config._commit_hash = commit  # for packages; Transformers notes it no more

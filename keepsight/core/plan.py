@@ -21,7 +21,6 @@ from keepsight.media.sources import open_source
 from keepsight.models import loading
 from keepsight.models.families import Family, family_of
 from keepsight.models.families.tower_absent import tower_parts
-from keepsight.models.loadable import check_sees
 from keepsight.models.reachable import check_hub
 from keepsight.models.renamed import with_cache
 
@@ -66,7 +65,7 @@ def plan(name: str, size: tuple[int, int], revision: str | None = None) -> Plan:
     """The plan of a checkpoint, for pictures of a given width and height."""
     path = loading.model_path(name)
     check_hub(path, revision)
-    check_sees(path, revision)
+    loading.check_sees(path, revision)
     model = _without_weights(path, revision)
     family = family_of(model)
     tokens, states = _remembered(model)

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from keepsight.kinds import Grid, Record
+from keepsight.system.exchanged import exchanged
 
 if TYPE_CHECKING:
     from keepsight.models.families import Family
@@ -80,16 +81,9 @@ def by_rows(family: Family) -> Iterator[None]:
         elif type(module).__name__.endswith("PatchMerger"):
             ways[module] = _merger
     with _one_at_a_time:  # two would need the memory of both
-        before = {module: vars(module).get("forward") for module in ways}
-        try:
-            for module, way in ways.items():
-                vars(module)["forward"] = _in_this_thread(module.forward, way)
+        changes = [(m, "forward", _in_this_thread(m.forward, way)) for m, way in ways.items()]
+        with exchanged(*changes):
             yield
-        finally:
-            for module, own in before.items():
-                vars(module).pop("forward", None)
-                if own is not None:
-                    vars(module)["forward"] = own
 
 
 def _in_this_thread(forward: _Forward, way: _Way) -> _Forward:

@@ -1,7 +1,7 @@
 """Loads checkpoints as live models and processors, without parts that images do not need.
 
-If Transformers cannot build a processor here, it comes without its video part
-(partial_processor.py).
+What cannot be loaded is refused first: a missing device, an unreachable Hub, a text-only model. If
+Transformers cannot build a processor here, it comes without its video part (partial_processor.py).
 """
 
 from __future__ import annotations
@@ -21,20 +21,32 @@ import huggingface_hub
 import torch
 import transformers
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoModelForDecision, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForDecision,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
-from keepsight.errors import InputError, KeepsightError, ModelError
+from keepsight.errors import InputError, KeepsightError, ModelError, UnsupportedModel
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models import demo_smol
 from keepsight.models.deciding import has_head
+from keepsight.models.families import family_of
+from keepsight.models.families.tower_absent import AbsentTower, tower_parts
+from keepsight.models.identity import digest_of, dtype_of
 from keepsight.models.partial_processor import partial_processor
+from keepsight.models.reachable import check_hub
 from keepsight.models.silence import without_short_bars
-from keepsight.system import digests
+from keepsight.system import digests, places
 from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 DEMO_SMOL = "demo-smol"
 DEMOS = (*DEMO, DEMO_SMOL)
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _UNKNOWN_TYPE = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+)Config'>")
 Rows = list[list[str | int | None]]  # per file: name, size, times and inode
 
@@ -49,6 +61,47 @@ def model_path(name: str) -> str:
     if near and not os.path.exists(name):
         raise InputError(f"no model {name!r}: there is no such folder; did you mean {near[0]}?")
     return os.path.expanduser(name) if name.startswith("~") else name
+
+
+def check_loadable(path: str, device_map: DeviceMap, revision: str | None) -> None:
+    """Refuse what is known at once not to load."""
+    check_device(device_map)
+    check_hub(path, revision)
+    check_sees(path, revision)
+
+
+def check_device(device_map: DeviceMap) -> None:
+    """Refuse a device that this machine or this PyTorch does not have."""
+    if not isinstance(device_map, str) or device_map in _MAPS:
+        return
+    places.check_device_name(device_map)
+    try:
+        device = torch.device(device_map)
+    except RuntimeError:
+        known = "cpu, cuda, cuda:1, mps, xpu or auto"
+        raise InputError(f"there is no device {device_map!r}; name {known}") from None
+    if device.type not in ("cuda", "mps", "xpu"):
+        return  # something only PyTorch knows
+    backend = getattr(torch, device.type)
+    count = backend.device_count() if backend.is_available() else 0
+    if (device.index or 0) < count:
+        return
+    there = f"there are {count} of them" if count else f"PyTorch {torch.__version__} sees none here"
+    raise InputError(f"device {device_map!r}: {there}; leave the device out to run on the CPU")
+
+
+def check_sees(path: str, revision: str | None) -> None:
+    """Refuse a language model without a vision tower."""
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    except Exception:  # an adapter, or something that loading itself refuses by name
+        return
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or hasattr(config, "vision_config")
+    if not sees and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(
+            f"{path!r} has no vision tower: models of type {config.model_type!r} only read text; "
+            "name a vision-language model"
+        )
 
 
 def load_named(
@@ -69,6 +122,29 @@ def load_named(
     missing = found["missing_keys"] or found["mismatched_keys"]
     named = not missing and files_of(path, revision) == before
     return thinking(model).eval(), files_digest(path, model.dtype, revision) if named else None
+
+
+def load_without_tower(
+    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
+) -> tuple[PreTrainedModel, str | None]:
+    """The same with placeholders for its tower.
+
+    The whole model is loaded. The tower's weights are hashed, because packages are bound to them,
+    and let go.
+    """
+    model, files = load_named(path, dtype, device_map, revision)
+    family = family_of(model)
+    if not family.proven or family.packages_only:
+        raise UnsupportedModel(
+            f"model type {model.config.model_type!r} cannot be loaded without its tower: no test "
+            "has shown that its answers are exact from packages alone; load it whole"
+        )
+    for name in tower_parts(family):
+        part = model.get_submodule(name)
+        weights = [(f"{name}.{own}", tensor) for own, tensor in part.state_dict().items()]
+        named = [(path, digest_of(tensor), dtype_of(tensor)) for path, tensor in weights]
+        model.set_submodule(name, AbsentTower(part, named))
+    return model, files
 
 
 @contextmanager

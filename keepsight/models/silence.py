@@ -17,6 +17,8 @@ import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from transformers import logging
 
+from keepsight.system.exchanged import exchanged
+
 _SMALL = 1 << 30  # bytes of weights that are read within a second or two
 
 
@@ -35,16 +37,15 @@ def without_notes() -> Iterator[None]:
 def without_exporters_notes() -> Iterator[None]:
     """Let exporters log errors only. Settings of the whole process change; the exporter sees to it
     that only one thread is here."""
-    with warnings.catch_warnings():
+    # Transformers does not pass `verbose`, without which every step is printed.
+    export = functools.partial(torch.onnx.export, verbose=False)
+    disabled = stdlib_logging.root.manager.disable
+    with warnings.catch_warnings(), exchanged((torch.onnx, "export", export)):
         warnings.simplefilter("ignore")
-        export, disabled = torch.onnx.export, stdlib_logging.root.manager.disable
         stdlib_logging.disable(max(disabled, stdlib_logging.WARNING))
-        # Transformers does not pass `verbose`, without which every step is printed.
-        setattr(torch.onnx, "export", functools.partial(export, verbose=False))  # noqa: B010
         try:
             yield
         finally:
-            setattr(torch.onnx, "export", export)  # noqa: B010
             stdlib_logging.disable(disabled)
 
 

@@ -280,8 +280,11 @@ def watched(run: Callable[[TorchFunction, Args, Record], object]) -> AbstractCon
 _DEEPSTACK = "_deepstack_process"
 
 
-def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Add deepstack features with `add(hidden, features)` to all tokens, as graphs need."""
+def deepstack_with(
+    decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], Tensor]
+) -> list[tuple[PreTrainedModel, str, object]]:
+    """What to exchange so that deepstack features are added with `add(hidden, features)` to all
+    tokens, as graphs need."""
 
     def process(
         hidden: Tensor, at: object, features: Tensor, *more: object, **options: object
@@ -289,13 +292,7 @@ def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], 
         refuse_unknown(_DEEPSTACK, more, options)
         return add(hidden, features)
 
-    if hasattr(decoder, _DEEPSTACK):
-        setattr(decoder, _DEEPSTACK, process)
-
-
-def restore_deepstack(decoder: PreTrainedModel) -> None:
-    """Undo `replace_deepstack`."""
-    vars(decoder).pop(_DEEPSTACK, None)
+    return [(decoder, _DEEPSTACK, process)] if hasattr(decoder, _DEEPSTACK) else []
 
 
 # -- torch's settings, which switches.py reads before each call -----------------------------------

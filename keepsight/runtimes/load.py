@@ -20,7 +20,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 import transformers
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
 from keepsight.core.decoding.state import Shape
 from keepsight.core.settings import chosen_store
@@ -200,11 +200,10 @@ def empty_model(folder: Path, lacking: str) -> PreTrainedModel:
     """Transformers' own model of a folder's configuration, without weights."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-        kind = kind[0] if isinstance(kind, tuple | list) else kind
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
-            model = kind(config)
+            make = AutoModelForImageTextToText.from_config
+            model: PreTrainedModel = make(config, dtype=torch.float32)
         model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{folder} holds {lacking}: {error}") from error
@@ -215,7 +214,6 @@ def empty_model(folder: Path, lacking: str) -> PreTrainedModel:
             # Transformers asks the first weight for device and dtype.
             anchor = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
             module.register_parameter("anchor", anchor)
-    model.config.dtype = torch.float32
     return model
 
 

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -24,6 +24,7 @@ from transformers import AutoProcessor
 
 from keepsight.errors import MissingExtra, ModelError
 from keepsight.runtimes.imports import Untyped
+from keepsight.system.exchanged import exchanged
 
 Array = Untyped
 
@@ -45,7 +46,10 @@ class Mlx:
     def load(self, folder: Path) -> Untyped:
         """The model of mlx-vlm."""
         try:
-            with as_mlx_reads_it(folder) as readable, own_processors(), own_names():
+            # mlx-vlm replaces Transformers' processors for the process while a model loads.
+            own = vars(AutoProcessor)["from_pretrained"]
+            kept = exchanged((AutoProcessor, "from_pretrained", own))
+            with as_mlx_reads_it(folder) as readable, kept, own_names():
                 return cast(Untyped, self.utils.load_model(readable))
         except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
             raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
@@ -96,22 +100,17 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
         yield Path(made)
 
 
-@contextmanager
-def own_names() -> Iterator[None]:
+def own_names() -> AbstractContextManager[None]:
     """Rename weights from Transformers 5 to the names and order that mlx-vlm expects."""
-    utils = vars(_imported("mlx_vlm.utils"))
-    before = utils["sanitize_weights"]
+    utils = _imported("mlx_vlm.utils")
+    before = utils.sanitize_weights
 
     def renamed(model: Untyped, weights: dict[str, Array], config: object = None) -> object:
         if config is None:  # the whole model's method; those of its parts run after it
             weights = _as_mlx_names_them(weights, model)
         return before(model, weights, config)
 
-    utils["sanitize_weights"] = renamed
-    try:
-        yield
-    finally:
-        utils["sanitize_weights"] = before
+    return exchanged((utils, "sanitize_weights", renamed))
 
 
 def _as_mlx_names_them(weights: dict[str, Array], model: Untyped) -> dict[str, Array]:
@@ -135,16 +134,6 @@ def _put_inputs_first(weights: dict[str, Array]) -> None:
         down, both = weights[name], weights[other]
         if both.shape[1:] == (2 * down.shape[2], down.shape[1]):
             weights[name], weights[other] = down.swapaxes(1, 2), both.swapaxes(1, 2)
-
-
-@contextmanager
-def own_processors() -> Iterator[None]:
-    """Keep Transformers' processors: mlx-vlm replaces them for the process while a model loads."""
-    before = vars(AutoProcessor)["from_pretrained"]
-    try:
-        yield
-    finally:
-        AutoProcessor.from_pretrained = before
 
 
 def _imported(name: str) -> ModuleType:

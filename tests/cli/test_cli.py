@@ -37,7 +37,7 @@ from keepsight.cli import options, progress
 from keepsight.cli.app import app
 from keepsight.cli.options import DEMO_NAMES, model_first
 from keepsight.errors import InputError, ModelError, UnsupportedInput, UnsupportedModel
-from keepsight.models import loadable, loading, reachable
+from keepsight.models import loading, reachable
 from keepsight.models.families import SUPPORTED
 from keepsight.stock import verify
 from keepsight.stock.verify import Certificate, Verification
@@ -373,9 +373,9 @@ def test_a_device_is_refused_by_what_is_there(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for good in (None, "cpu", "auto", "cuda", "cuda:1", {"": "cpu"}, torch.device("cpu")):
-        loadable.check_device(good)
+        loading.check_device(good)
     with pytest.raises(InputError, match="there are 2 of them"):
-        loadable.check_device("cuda:2")
+        loading.check_device("cuda:2")
 
 
 def test_the_first_word_of_ask_may_be_the_model(

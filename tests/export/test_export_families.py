@@ -6,52 +6,18 @@ Whatever is remembered, and compared with the model that was exported, not with 
 from __future__ import annotations
 
 import pytest
-from support.exported_tests import ExportedTests
+from support.exported_tests import exported_suite
 
-
-class TestQwen3VL(ExportedTests):
-    kind = "qwen3_vl"
-
-
-class TestQwen3VLMoe(ExportedTests):
-    """Each token goes to experts of its own, within the graph."""
-
-    kind = "qwen3_vl_moe"
-
-
-class TestQwen35(ExportedTests):
-    kind = "qwen3_5"
-    decodes_together = False  # graphs of layers with states take one sequence
-
-
-class TestQwen2VL(ExportedTests):
-    kind = "qwen2_vl"
-
-
-@pytest.mark.slow  # the next has its tower and its layers
-class TestQwen25VL(ExportedTests):
-    """Its tower looks through windows."""
-
-    kind = "qwen2_5_vl"
-
-
-class TestSliding(ExportedTests):
-    """Half of the layers see 24 tokens back, and no mask of upstream's says so."""
-
-    kind = "sliding"
-
-
-class TestGemma3(ExportedTests):
-    """The tokens of one image see each other; half of the layers see 24 tokens back."""
-
-    kind = "gemma3_sliding"
-    decodes_together = False  # its graphs give other bits beside other sequences
-    nests_images = True
-
-
-class TestLlava(ExportedTests):
-    kind = "llava"
-
-
-class TestInternVL(ExportedTests):
-    kind = "internvl"
+TestQwen3VL = exported_suite("qwen3_vl")
+TestQwen3VLMoe = exported_suite("qwen3_vl_moe")  # each token goes to experts of its own
+# Graphs of layers with states take one sequence.
+TestQwen35 = exported_suite("qwen3_5", decodes_together=False)
+TestQwen2VL = exported_suite("qwen2_vl")
+# Its tower looks through windows; the next has its tower and its layers.
+TestQwen25VL = pytest.mark.slow(exported_suite("qwen2_5_vl"))
+# Half of the layers see 24 tokens back, and no mask of upstream's says so.
+TestSliding = exported_suite("sliding")
+# The tokens of one image see each other; its graphs give other bits beside other sequences.
+TestGemma3 = exported_suite("gemma3_sliding", decodes_together=False, nests_images=True)
+TestLlava = exported_suite("llava")
+TestInternVL = exported_suite("internvl")

@@ -71,37 +71,3 @@ def test_warm_equals_cold_bit_for_bit(pair: Any) -> None:
     found = exported.verify(messages, stock=True)
     assert found.equal and found.cached_tokens
     assert found.stock_same_tokens
-
-
-def test_packages_of_one_serve_the_other(pair: Any) -> None:
-    exported, own = pair
-    image = picture(7, 160, 128)
-    pack, theirs = exported.encode(image), own.encode(image)
-    assert pack.identity == theirs.identity
-    assert pack.feature_id != theirs.feature_id  # made elsewhere, and said so
-    scale = theirs.tensors["features"].abs().max()
-    assert (pack.tensors["features"] - theirs.tensors["features"]).abs().max() < 1e-5 * scale
-    reply = own.ask(pack, "What do you see?", do_sample=False)
-    assert reply.tokens == exported.ask(image, "What do you see?", do_sample=False).tokens
-
-
-def test_one_pixel_is_a_miss_and_another_picture_changes_the_logits(pair: Any) -> None:
-    exported, _ = pair
-    image = picture(8, 96, 96)
-    other = image.copy()
-    other.putpixel((5, 5), (1, 2, 3))
-    exported.ask(image, "What do you see?")
-    assert exported.ask(other, "What do you see?").usage.images_encoded == 1
-
-
-def test_a_second_process_answers_from_the_store(pair: Any, tmp_path: Path) -> None:
-    exported, _ = pair
-    folder = exported.model.exported.folder
-    messages = [turn("What do you see?", picture(9, 160, 160))]
-    with ks.load(folder, store=tmp_path) as first:
-        wanted = first.chat(messages, do_sample=False)
-        first.flush()
-    with ks.load(folder, store=tmp_path) as second:
-        again = second.chat(messages, do_sample=False)
-    assert again.tokens == wanted.tokens
-    assert again.usage.images_encoded == 0 and again.usage.cached_tokens > 0

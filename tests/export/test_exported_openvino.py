@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import exported_models
 from support.exported_models import exported_demo, small
-from support.exported_tests import ExportedTests
+from support.exported_tests import exported_suite
 from support.models import picture, turn
 from torch import Tensor
 
@@ -203,52 +203,15 @@ def test_any_cut_and_any_company_give_the_same_bits() -> None:
 # -- whole models --------------------------------------------------------------------------------
 
 
-class OpenVinoTests(ExportedTests):
-    """The shipped suite of families; compared with stock `generate` of the model exported."""
-
-    def make_model(self) -> tuple[Any, Any]:
-        return exported(self.kind), small(self.kind)[1]
-
-
-@pytest.mark.slow
-class TestQwen25VL(OpenVinoTests):
-    """Its tower looks through windows."""
-
-    kind = "qwen2_5_vl"
-
-
-class TestQwen3VL(OpenVinoTests):
-    """Whose graphs other tests of this file need as well."""
-
-    kind = "qwen3_vl"
-
-
-@pytest.mark.slow
-class TestQwen35(OpenVinoTests):
-    """Its linear layers come by way of ONNX."""
-
-    kind = "qwen3_5"
-
-
-@pytest.mark.slow
-class TestQwen2VL(OpenVinoTests):
-    kind = "qwen2_vl"
-
-
-@pytest.mark.slow
-class TestGemma3(OpenVinoTests):
-    kind = "gemma3_sliding"
-    nests_images = True
-
-
-@pytest.mark.slow
-class TestLlava(OpenVinoTests):
-    kind = "llava"
-
-
-@pytest.mark.slow
-class TestInternVL(OpenVinoTests):
-    kind = "internvl"
+# The shipped suite of families; compared with stock `generate` of the model exported.
+suite = functools.partial(exported_suite, runtime="openvino")
+TestQwen25VL = pytest.mark.slow(suite("qwen2_5_vl"))  # its tower looks through windows
+TestQwen3VL = suite("qwen3_vl")  # whose graphs other tests of this file need as well
+TestQwen35 = pytest.mark.slow(suite("qwen3_5"))  # its linear layers come by way of ONNX
+TestQwen2VL = pytest.mark.slow(suite("qwen2_vl"))
+TestGemma3 = pytest.mark.slow(suite("gemma3_sliding", nests_images=True))
+TestLlava = pytest.mark.slow(suite("llava"))
+TestInternVL = pytest.mark.slow(suite("internvl"))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

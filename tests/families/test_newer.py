@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.models import built, suite_of
-from support.refused_families import REFUSED
+from support.tiny_models import REFUSED
 
 import keepsight as ks
 from keepsight.errors import UnsupportedModel

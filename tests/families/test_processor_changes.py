@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.changes import Undo, put
 from support.models import build, picture
 from tokenizers import normalizers, processors
 
@@ -21,7 +22,6 @@ from keepsight import Together
 from keepsight.core.call import Call
 from keepsight.models.identity import ProcessorCode
 
-Undo = Callable[[], object]
 CHANGES: dict[str, Callable[[Any], Undo]] = {}
 ASKED = "what is the <|tall|> thing here?"
 
@@ -30,12 +30,6 @@ def change(function: Callable[[Any], Undo]) -> Callable[[Any], Undo]:
     """Enter a change of a processor in the table; it returns the way back."""
     CHANGES[function.__name__] = function
     return function
-
-
-def put(thing: Any, name: str, value: object) -> Undo:
-    had, before = name in vars(thing), vars(thing).get(name)
-    setattr(thing, name, value)
-    return lambda: setattr(thing, name, before) if had else delattr(thing, name)
 
 
 def darker(preprocess: Callable[..., Any], *given: Any, **options: Any) -> Any:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from support import FamilyTests
-from support.models import build, suite_of
+from support.models import suite_of
 
 TestHyperclova = suite_of("hyperclovax_vision_v2")
 TestGlmga = suite_of("glmga")
 TestDeepseekHybrid = suite_of("deepseek_vl_hybrid")
-
-
-@pytest.mark.slow  # its tower makes 257 tokens of the smallest picture
-class TestDeepseekOcr(FamilyTests):
-    other_size = (420, 200)  # large enough for views of its parts
-
-    def make_model(self) -> tuple[Any, Any]:
-        return build("deepseek_ocr2")
+# Its tower makes 257 tokens of the smallest picture; the wide one has views of its parts.
+TestDeepseekOcr = pytest.mark.slow(suite_of("deepseek_ocr2", other_size=(420, 200)))

@@ -46,8 +46,8 @@ def decoder() -> modules.DecoderStandIn:
 
 def deepstack(*arguments: Any, **options: Any) -> Any:
     owner: Any = SimpleNamespace(_deepstack_process=deepstack)
-    upstream.replace_deepstack(owner, lambda hidden, features: hidden)
-    return owner._deepstack_process(*arguments, **options)
+    ((_, _, process),) = upstream.deepstack_with(owner, lambda hidden, features: hidden)
+    return process(*arguments, **options)
 
 
 def packed_tower(*arguments: Any, **options: Any) -> Any:

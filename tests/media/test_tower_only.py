@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.family_models.rarer import glm_image
 from support.model_parts import picture, wake
+from support.tiny_models import glm_image
 
 import keepsight as ks
 from keepsight.errors import ModelError, UnsupportedInput

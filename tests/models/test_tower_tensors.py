@@ -22,41 +22,22 @@ from keepsight.models.renamed import SINCE_5_24
 _PLAIN = {"cu_seqlens", "position_ids"}
 _WINDOWS = {"window_index", "cu_window_seqlens"}
 _TABLE = {"interp_indices", "interp_weights"}
-TAKES: dict[str, set[str]] = {
-    "qwen2_vl": _PLAIN,
-    "qwen2_5_vl": _PLAIN | _WINDOWS,
-    "sliding": _PLAIN | _WINDOWS,
-    "qwen3_vl": _PLAIN | _TABLE,
-    "qwen3_vl_moe": _PLAIN | _TABLE,
-    "qwen3_5": _PLAIN | _TABLE,
-    "qwen3_5_moe": _PLAIN | _TABLE,
-    "glm4v": _PLAIN,
-    "glm4v_moe": _PLAIN,
-    "glm46v": _PLAIN,
-    "glm_ocr": _PLAIN,
-    "ernie4_5_vl_moe": _PLAIN,
-    "paddleocr_vl": _PLAIN | _TABLE,
-    "video_llama_3": _PLAIN,
-    "video_llama_3_merged": _PLAIN,
-    "kimi_k25": _PLAIN | _TABLE | {"frame_index", "temporal_merge_index"},
-    "qwen2_5_omni_thinker": _PLAIN | _WINDOWS,
-    "qwen3_omni_moe_thinker": _PLAIN | _TABLE,
-    "minicpmv4_6": {"position_ids"} | _WINDOWS,
-    "minicpmv4_6_fine": {"position_ids"} | _WINDOWS,
-    "minicpmv4_7": {"position_ids"} | _WINDOWS,
-    "minicpm_ocr": {"position_ids"} | _WINDOWS,
-    "cosmos3_omni": _PLAIN | _TABLE,
-    "muse_glimmer": _PLAIN | _WINDOWS | _TABLE | {"pixel_shuffle_index"},
-    "glmga": _PLAIN,
-    "hyperclovax_vision_v2": _PLAIN | _WINDOWS,
-    "exaone4_5": _PLAIN | _WINDOWS,
-    "lfm3_vl": _PLAIN,
-    "cohere_compass": _PLAIN | _TABLE,
-    "cosmos3_edge": {"cu_seqlens"},
-    "hunyuan_vl": {"cu_seqlens"},
-}
+_PLACES = {"position_ids"}
+# What towers of these kinds take.
+_ROWS: list[tuple[set[str], str]] = [
+    (_PLAIN, "qwen2_vl glm4v glm4v_moe glm46v glm_ocr glmga ernie4_5_vl_moe lfm3_vl"),
+    (_PLAIN, "video_llama_3 video_llama_3_merged"),
+    (_PLAIN | _WINDOWS, "qwen2_5_vl sliding qwen2_5_omni_thinker hyperclovax_vision_v2 exaone4_5"),
+    (_PLAIN | _TABLE, "qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker"),
+    (_PLAIN | _TABLE, "paddleocr_vl cosmos3_omni cohere_compass"),
+    (_PLAIN | _TABLE | {"frame_index", "temporal_merge_index"}, "kimi_k25"),
+    (_PLACES | _WINDOWS, "minicpmv4_6 minicpmv4_6_fine minicpmv4_7 minicpm_ocr"),
+    (_PLAIN | _WINDOWS | _TABLE | {"pixel_shuffle_index"}, "muse_glimmer"),
+    ({"cu_seqlens"}, "cosmos3_edge hunyuan_vl"),
+]
+TAKES = {kind: takes for takes, kinds in _ROWS for kind in kinds.split()}
 if SINCE_5_24:  # what Transformers computes for this tower is not what the tower computes
-    TAKES["muse_glimmer"] -= _TABLE
+    TAKES["muse_glimmer"] = TAKES["muse_glimmer"] - _TABLE
 # Mllama keeps its media beside the sequence, and has no such tensors at all.
 NONE = [kind for kind in models.ALL if kind not in TAKES and kind != "mllama"]
 

@@ -17,7 +17,7 @@ from support.models import ALL, build, folder_of, picture, turn
 
 import keepsight as ks
 from keepsight.errors import ModelError, UnsupportedInput, UnsupportedModel
-from keepsight.models import loading, without_tower
+from keepsight.models import loading
 from keepsight.models.families import SUPPORTED
 from keepsight.models.families.tower_absent import absent_parts
 
@@ -29,7 +29,7 @@ def parts_of(kind: str, path: Path, dtype: str = "float32") -> tuple[Any, Any]:
     folder = str(folder_of(kind, path))
     _, processor = build(kind)
     whole = loading.load_named(folder, dtype, None, None)[0]
-    part = without_tower.load_named(folder, dtype, None, None)[0]
+    part = loading.load_without_tower(folder, dtype, None, None)[0]
     return ks.wrap(whole, processor), ks.wrap(part, processor)
 
 
@@ -79,7 +79,7 @@ def test_demo_models_answer_from_packages(name: str, dtype: str, tmp_path: Path)
 
 
 def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
-    model = without_tower.load_named(loading.model_path("demo"), "float32", None, None)[0]
+    model = loading.load_without_tower(loading.model_path("demo"), "float32", None, None)[0]
     whole = loading.load_named(loading.model_path("demo"), "float32", None, None)[0]
     assert not list(model.base_model.visual.parameters())
     assert not list(model.base_model.visual.buffers())
@@ -93,7 +93,7 @@ def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
 
 def test_stock_forward_refuses_pixels_by_name() -> None:
     path = loading.model_path("demo")
-    model = without_tower.load_named(path, "float32", None, None)[0]
+    model = loading.load_without_tower(path, "float32", None, None)[0]
     processor = loading.load_processor(path, None)
     pixels = processor.image_processor([picture(1)], return_tensors="pt")
     with pytest.raises(UnsupportedInput, match="left out"):
@@ -110,7 +110,7 @@ def test_another_tower_has_another_name(tmp_path: Path) -> None:
     tensors[name].view(-1)[-1] += 1e-3
     save_file(tensors, file, {"format": "pt"})
     part = ks.wrap(
-        without_tower.load_named(str(tmp_path), "float32", None, None)[0], whole.processor
+        loading.load_without_tower(str(tmp_path), "float32", None, None)[0], whole.processor
     )
     assert part.runtime.weights.vision != whole.runtime.weights.vision
     assert part.runtime.weights.all != whole.runtime.weights.all

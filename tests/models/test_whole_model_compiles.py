@@ -19,8 +19,8 @@ import pytest
 import torch
 import transformers
 from support import models
-from support.family_models.rarer import glm_image
 from support.model_parts import wake
+from support.tiny_models import glm_image
 from transformers import DynamicCache, StaticCache
 from transformers.exporters import exporter_dynamo  # noqa: F401  registers its patches
 from transformers.exporters.utils import apply_patches

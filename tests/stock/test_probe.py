@@ -107,7 +107,7 @@ def test_whatever_a_processor_raises_is_a_refusal(monkeypatch: pytest.MonkeyPatc
     def not_there(*_: Any, **__: Any) -> str:
         raise NotImplementedError
 
-    monkeypatch.setattr(base, "parse_layout", not_there)
+    monkeypatch.setattr(base.upstream, "processed", not_there)
     with pytest.raises(UnsupportedModel, match="not rendered as its processor does it"):
         ks.wrap(model, processor)
 

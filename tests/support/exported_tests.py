@@ -12,11 +12,11 @@ from support.prompts import Messages, once
 class ExportedTests(FamilyTests):
     """An exported model in place of a live one; `stock` is the live one."""
 
-    kind = ""
+    kind, runtime = "", "onnx"
     attentions = ()  # that of the graphs; there is no other
 
     def make_model(self) -> tuple[Any, Any]:
-        return exported(self.kind), small(self.kind)[1]
+        return exported(self.kind, self.runtime), small(self.kind)[1]
 
     def stock(self, messages: Messages, tokens: int = 1) -> Any:
         """Of the model that was exported, from pixels."""
@@ -32,3 +32,8 @@ class ExportedTests(FamilyTests):
             )
 
         return once((type(self), "stock", tokens), messages, generated)
+
+
+def exported_suite(kind: str, **own: Any) -> type[ExportedTests]:
+    """The suite for one kind of model in one runtime."""
+    return type(kind, (ExportedTests,), {"kind": kind, **own})

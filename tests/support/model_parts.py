@@ -37,12 +37,6 @@ TEXT = {
     "bos_token_id": None,
     "tie_word_embeddings": False,
 }
-TOKENS = {
-    "image_token_id": 6,
-    "video_token_id": 7,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-}
 MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
 
 
@@ -73,18 +67,12 @@ def tokenizer_with(extra: dict[str, str] | None = None) -> Any:
     return tokenizer
 
 
-class NoVideo(NotLoaded):
-    """Stands in for a video processor where torchvision is missing."""
-
-
 def processor_of(name: str, image_processor: Any, tokenizer: Any, image: str, **own: Any) -> Any:
+    """A processor of Transformers around any parts; none for videos, which need torchvision."""
     base: Any = getattr(transformers, name)
-
-    def check(self: Any, attribute: str, argument: Any) -> Any:
-        return type(argument)
-
-    cls: Any = type(name, (base,), {"check_argument_for_proper_class": check})
+    anything = {"check_argument_for_proper_class": lambda self, attribute, part: type(part)}
+    cls: Any = type(name, (base,), anything)
     parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     if "video_processor" in base.get_attributes():
-        parts["video_processor"] = NoVideo()
+        parts["video_processor"] = NotLoaded()
     return cls(**parts, chat_template=TEMPLATE.replace("IMAGE", image), **own)

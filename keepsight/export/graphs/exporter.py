@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 from keepsight.errors import (
     InputError,
@@ -153,10 +153,8 @@ def check(path: str, runtime: str, quantised: str | None, revision: str | None) 
 
 def _weight_bytes(config: PreTrainedConfig) -> int:
     """The bytes of the graphs in float32: a head with tied weights counts twice."""
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    kind = kind[0] if isinstance(kind, tuple | list) else kind
     with torch.device("meta"):
-        model = kind(config)
+        model = AutoModelForImageTextToText.from_config(config)
     head = model.get_output_embeddings().weight
     shared = head is model.get_input_embeddings().weight
     count = sum(weight.numel() for weight in model.parameters())

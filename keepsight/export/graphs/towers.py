@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from keepsight.kinds import Inputs, Processor
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.tested import refuse_unknown
+from keepsight.system.exchanged import exchanged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,22 +67,19 @@ class PackedTower(GraphPart):
         return sample
 
 
-@contextmanager
-def _attending(tower: PreTrainedModel, blocks: bool) -> Iterator[None]:
+def _attending(tower: PreTrainedModel, blocks: bool) -> AbstractContextManager[None]:
     """Make each layer of a tower attend in a way that a graph can express."""
     layers = [block.attn for block in tower.blocks]
     config = tower.config
     # Patches of a full window; windows at an edge have fewer.
     most = (getattr(config, "window_size", 0) // config.patch_size) ** 2
     full = getattr(tower, "fullatt_block_indexes", range(len(layers)))
-    try:
-        for number, attention in enumerate(layers):
-            window = 0 if number in full else most
-            attention.forward = types.MethodType(_forward(window, blocks), attention)
-        yield
-    finally:
-        for attention in layers:
-            del attention.forward
+    return exchanged(
+        *(
+            (layer, "forward", types.MethodType(_forward(0 if n in full else most, blocks), layer))
+            for n, layer in enumerate(layers)
+        )
+    )
 
 
 def _forward(window: int, blocks: bool) -> Callable[..., Tensor]:

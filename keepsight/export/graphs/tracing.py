@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from keepsight.models import upstream
 from keepsight.models.tested import refuse_unknown
+from keepsight.system.exchanged import exchanged
 
 _EVEN = 16  # tokens whose angles fill whole vectors, for any width of heads
 _BLOCK = 64  # tokens per chunk of a linear layer, as in Transformers
@@ -92,24 +93,19 @@ class TracedCache:
 @contextmanager
 def traced(decoder: PreTrainedModel) -> Iterator[None]:
     """Let a decoder's layers attend as its graph shall."""
-    config = decoder.config
-    before = config._attn_implementation
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     module = sys.modules[type(decoder).__module__]
-    rules = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    try:
-        config._attn_implementation = "keepsight_rooms"
-        for name in rules:
-            setattr(module, name, delta_rule)
+    changes: list[tuple[object, str, object]] = [
+        (decoder.config, "_attn_implementation_internal", "keepsight_rooms"),
+        *((module, name, delta_rule) for name in names if hasattr(module, name)),
         # In a graph they are a row for each token, zeros without a picture.
-        upstream.replace_deepstack(decoder, operator.add)
-        with _even_angles(decoder):
+        *upstream.deepstack_with(decoder, operator.add),
+        (decoder.rotary_emb, "forward", _even_angles(decoder.rotary_emb.forward)),
+    ]
+    try:
+        with exchanged(*changes):
             yield
     finally:
-        config._attn_implementation = before
-        for name, rule in rules.items():
-            setattr(module, name, rule)
-        upstream.restore_deepstack(decoder)
         _tracing.clear()
 
 
@@ -169,12 +165,9 @@ def _product(rows: Tensor, by: Tensor, groups: int) -> Tensor:
 AttentionInterface.register("keepsight_rooms", _in_buffers)
 
 
-@contextmanager
-def _even_angles(decoder: PreTrainedModel) -> Iterator[None]:
+def _even_angles(made: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., object]:
     """Pad angles to whole vectors for sines and cosines: remaining numbers are computed by another
     function, with other bits."""
-    rotary = decoder.rotary_emb
-    made = rotary.forward
 
     def forward(x: Tensor, position_ids: Tensor, *more: object, **options: object) -> object:
         tokens = position_ids.shape[-1]
@@ -183,11 +176,7 @@ def _even_angles(decoder: PreTrainedModel) -> Iterator[None]:
         cos, sin = made(x, filled, *more, **options)
         return cos[..., :tokens, :], sin[..., :tokens, :]
 
-    rotary.forward = forward
-    try:
-        yield
-    finally:
-        del rotary.forward
+    return forward
 
 
 # -- linear layers -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from keepsight.errors import (
 )
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Clip, Decoded, Grid, Inputs, Options, Processor, Record
+from keepsight.models import upstream
 from keepsight.models.families.pixels import (
     SWITCHES,
     Part,
@@ -35,7 +36,6 @@ from keepsight.models.families.pixels import (
     features_in,
     is_numeric,
     parameters,
-    parse_layout,
     refuse_dropped,
     rows_of,
     settled,
@@ -71,6 +71,7 @@ class Family:
     media_ends: frozenset[int] = frozenset()
     beside_the_tower: tuple[str, ...] = ()  # parts of the model that forward runs on given features
     also_takes: tuple[str, ...] = ()  # tensors of a processor beyond those the encoder takes
+    casts = False  # whether the tower wants pixels in its dtype and does not cast them itself
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -163,11 +164,28 @@ class Family:
         raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
 
     def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:
-        """One image through the checkpoint's own image processor."""
-        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
-        text = processor.replace_image_token(processed, 0, **options)
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        return self._pixels(dict(processed), parse_layout(text, placeholder))
+        """One image through the checkpoint's own processor."""
+        return self._pixels(*self.processed(processor, image, options))
+
+    def processed(
+        self, processor: Processor, image: Decoded, options: Options
+    ) -> tuple[Inputs, Layout]:
+        """The tensors of one image, and its prompt text."""
+        given = {**self.settings(processor), **options, "return_tensors": "pt"}
+        tensors, texts = upstream.processed(processor, "images", [image], **given)
+        return dict(tensors), self.layout_of(processor, texts[0])
+
+    def settings(self, processor: Processor) -> Record:
+        """Options that the processor itself adds for an image."""
+        return dict(getattr(processor, "images_kwargs", None) or {})
+
+    def layout_of(self, processor: Processor, text: str, kind: str = "image") -> Layout:
+        """`<img>` + 256 placeholders + `</img>` becomes `("<img>", 256, "</img>")`."""
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders[kind])
+        runs = re.split(f"((?:{re.escape(placeholder)})+)", text)
+        return tuple(
+            len(run) // len(placeholder) if i % 2 else run for i, run in enumerate(runs) if run
+        )
 
     def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
         """The rendered text as the processor would pass it to the tokenizer.
@@ -200,23 +218,28 @@ class Family:
 
     def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split the tensors as the family packs its media."""
-        pixels = tensors.get("pixel_values")
+        names = ("pixel_values", "image_grid_thw")
+        pixels, grids = (tensors.get(name) for name in names)
         if pixels is None:
             return []
-        grids = tensors.get("image_grid_thw")
         if grids is None:
             media = self._split_rows(pixels, np.concatenate(rows))
-            return with_others(media, tensors, self._encoder_inputs)
+        else:
+            parts = self._split_patches(pixels, grids, *names)
+            media = [self._pixels(dict(zip(names, part, strict=True)), (n,)) for *part, n in parts]
+        return with_others(media, tensors, self._encoder_inputs)
+
+    def _split_patches(
+        self, pixels: torch.Tensor, grids: torch.Tensor, *names: str
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """The patches of each medium, the row of its grid, and the number of its tokens."""
         patches = grids.prod(-1).tolist()
-        if sum(patches) != pixels.shape[0]:
+        if sum(patches) != len(pixels):
             raise PlaceholderMismatch(
-                f"image_grid_thw describes {sum(patches)} patches, pixel_values has "
-                f"{pixels.shape[0]}"
+                f"{names[1]} describes {sum(patches)} patches, {names[0]} has {len(pixels)}"
             )
         tokens = [self._tokens_of(row) for row in grids.tolist()]
-        parts = zip(torch.split(pixels, patches), grids.split(1), tokens, strict=True)
-        media = [self._pixels({"pixel_values": p, "image_grid_thw": g}, (n,)) for p, g, n in parts]
-        return with_others(media, tensors, self._encoder_inputs)
+        return list(zip(pixels.split(patches), grids.split(1), tokens, strict=True))
 
     def _tokens_of(self, row: list[int]) -> int:
         tokens = self._grid_tokens({"image_grid_thw": [row]})
@@ -252,11 +275,6 @@ class Family:
         """Whether the model was loaded without its tower."""
         return bool(absent_parts(self.model))
 
-    @property
-    def pixel_dtype(self) -> torch.dtype | None:
-        """The dtype in which a tower wants pixels that does not cast them itself."""
-        return None
-
     def encode(self, pixels: Pixels) -> tuple[Tensors, str]:
         """Run one medium through the tower, alone. Returns its features, and the form in which the
         model takes several.
@@ -265,7 +283,7 @@ class Family:
 
     def encode_together(self, media: Sequence[Pixels]) -> list[tuple[Tensors, str]]:
         """Several pictures in one pass, packed as a processor would."""
-        device, dtype = self.model.device, self.pixel_dtype
+        device, dtype = self.model.device, self.model.dtype if self.casts else None
         joined = media[0].tensors if len(media) == 1 else self.join_pixels(media)
         inputs = {
             name: tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -381,14 +399,19 @@ class Family:
         plain = torch.arange(len(ids))[None]
         if not self.mrope:
             return plain
-        if not types.any():
+        if not np.isin(types, (1, 2)).any():
             return plain[None].expand(4, 1, -1)
-        rope, _ = self.core.get_rope_index(
-            torch.from_numpy(ids.astype(np.int64))[None],
-            mm_token_type_ids=torch.from_numpy(types.astype(np.int64))[None],
-            **{name: torch.tensor(value) for name, value in self.rope_grid(grids).items()},
-        )
-        return torch.cat([plain[None], rope])
+        given = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+        rope = self.rope(torch.from_numpy(ids.astype(np.int64))[None], types, given, grids)
+        return torch.cat([plain[None].to(rope.dtype), rope])
+
+    def rope(
+        self, ids: torch.Tensor, types: np.ndarray, given: Tensors, grids: Sequence[Grid]
+    ) -> torch.Tensor:
+        """Transformers' positions of a prompt that has media, whose grids are `given`."""
+        kinds = torch.from_numpy(types.astype(np.int64))[None]
+        found: torch.Tensor = self.core.get_rope_index(ids, mm_token_type_ids=kinds, **given)[0]
+        return found
 
     def rope_grid(self, grids: Sequence[Grid]) -> Grid:
         """The grids of all media in the form `get_rope_index` takes."""
@@ -407,7 +430,4 @@ class Cast(Family):
     is shared.
     """
 
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+    casts = True

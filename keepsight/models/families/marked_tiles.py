@@ -19,9 +19,8 @@ import torch
 from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout
 from keepsight.kinds import Decoded, Grid, Options, Record
-from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, Tensors, joined, parse_layout
+from keepsight.models.families.pixels import Pixels, Tensors, joined
 
 if TYPE_CHECKING:
     from transformers import (
@@ -54,18 +53,11 @@ class MarkedTiles(Family):
         """The tower inputs for some tiles only."""
         raise NotImplementedError
 
-    def settings(self, processor: ProcessorMixin) -> Record:
-        """Options that the processor itself adds for an image."""
-        return dict(processor.images_kwargs)
-
     # -- images in -------------------------------------------------------------------------------
 
     def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
         """Preprocess with the processor, which knows the number of rows, columns and tokens."""
-        given = {**self.settings(processor), **options, "return_tensors": "pt"}
-        processed, texts = upstream.processed(processor, "images", [image], **given)
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        layout = parse_layout(texts[0], placeholder)
+        processed, layout = self.processed(processor, image, options)
         ids = np.full(sum(n for n in layout if isinstance(n, int)), self.image_token_id)
         tensors = {name: torch.as_tensor(processed[name]) for name in self.names}
         tiles, counts = self.tiles(tensors, [ids])

@@ -26,6 +26,7 @@ class Mlcd(Family):
     """`last_hidden_state` of one image; this model has no prompts."""
 
     packages_only = "a vision tower without a language model"
+    casts = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.core = model, model
@@ -58,11 +59,6 @@ class Mlcd(Family):
         side = int(self.model.config.patch_size)
         height, width = processed["pixel_values"].shape[-2:]
         return self._pixels(dict(processed), ((height // side) * (width // side) + 1,))
-
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.dtype
-        return dtype
 
     def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         output = super().features_of(inputs)

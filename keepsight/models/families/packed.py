@@ -16,13 +16,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedModel
 from keepsight.formats.package import Package
 from keepsight.kinds import Grid, Record
-from keepsight.models.families.base import Cast, Family
+from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels, Tensors
 from keepsight.models.families.qwen_vl import QwenVL
 from keepsight.models.renamed import EncoderOutput
 
 
-class PaddleOcrVL(Cast):
+class PaddleOcrVL(Family):
     """Families that merge packed patches (Ernie 4.5 VL, PaddleOCR, Kimi K2.5, VideoLLaMA 3).
 
     `image_grid_thw` counts patches, and a token stands for a square of several. Qwen and GLM keep
@@ -30,6 +30,8 @@ class PaddleOcrVL(Cast):
 
     Most of these models cast pixels to the tower's dtype themselves, and Kimi's expects it done.
     """
+
+    casts = True
 
     def merge_size(self) -> int:
         vision = self.model.config.vision_config
@@ -123,11 +125,13 @@ class HunyuanVL(Family):
         return super().positions(ids, types, grids)[-_AXES:]
 
 
-class Lfm3Vl(Cast, QwenVL):
+class Lfm3Vl(QwenVL):
     """LFM3-VL: patches on a grid, and a tower that does not cast its pixels.
 
     Users of stock Transformers cast the processor's output; so does this family.
     """
+
+    casts = True
 
 
 class Glm4v(QwenVL):

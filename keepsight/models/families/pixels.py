@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -54,14 +53,6 @@ class Pixels:
     def nbytes(self) -> int:
         """Bytes of the tensors."""
         return sum(t.nbytes for t in self.tensors.values())
-
-
-def parse_layout(text: str, placeholder: str) -> Layout:
-    """`<img>` + 256 placeholders + `</img>` becomes `("<img>", 256, "</img>")`."""
-    runs = re.split(f"((?:{re.escape(placeholder)})+)", text)
-    return tuple(
-        len(run) // len(placeholder) if i % 2 else run for i, run in enumerate(runs) if run
-    )
 
 
 def parameters(function: Callable[..., object]) -> list[str]:

@@ -17,7 +17,7 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import Clip, Grid, Options, Record
 from keepsight.models import upstream
-from keepsight.models.families.pixels import Part, Pixels, Tensors, joined, parse_layout, rows_of
+from keepsight.models.families.pixels import Part, Pixels, Tensors, joined, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class QwenOmni(QwenVL):
         processed, texts = upstream.processed(processor, "audio", [samples], **given)
         mask = torch.as_tensor(processed[AUDIO[1]])
         clip = self._clip(torch.as_tensor(processed[AUDIO[0]])[0], int(mask[0].sum()))
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["audio"])
-        return Pixels(clip.tensors, clip.grid, parse_layout(texts[0], placeholder), "audio")
+        layout = self.layout_of(processor, texts[0], "audio")
+        return Pixels(clip.tensors, clip.grid, layout, "audio")
 
     def _process_video(
         self, processor: ProcessorMixin, frames: np.ndarray, about: Record, options: Options
@@ -152,18 +152,16 @@ class QwenOmni(QwenVL):
         inputs = {name: torch.tensor(v) for name, v in grid.items() if name.endswith("_thw")}
         return {**inputs, "position_ids": self.positions(ids, types, grids)}
 
-    def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
-        plain = torch.arange(len(ids))[None]
-        if not np.isin(types, (1, 2)).any():
-            return plain[None].expand(4, 1, -1)
-        grid = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+    def rope(
+        self, ids: torch.Tensor, types: np.ndarray, given: Tensors, grids: Sequence[Grid]
+    ) -> torch.Tensor:
         lengths = [length for one in grids for length in one.get("audio_seqlens", [])]
-        rope, _ = self.core.get_rope_index(
-            torch.from_numpy(ids.astype(np.int64))[None],
-            image_grid_thw=grid.get("image_grid_thw"),
-            video_grid_thw=grid.get(VIDEO[1]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        found: torch.Tensor = self.core.get_rope_index(
+            ids,
+            image_grid_thw=given.get("image_grid_thw"),
+            video_grid_thw=given.get(VIDEO[1]),
+            attention_mask=torch.ones_like(ids),
             audio_seqlens=torch.tensor(lengths) if lengths else None,
-            second_per_grids=grid.get(_SECONDS),
-        )
-        return torch.cat([plain[None].to(rope.dtype), rope])
+            second_per_grids=given.get(_SECONDS),
+        )[0]
+        return found

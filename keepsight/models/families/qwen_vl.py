@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from keepsight.errors import InputError, PlaceholderMismatch
+from keepsight.errors import InputError
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Clip, Grid, Options, Processor, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout
+from keepsight.models.families.pixels import Part, Pixels, Tensors
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -71,8 +71,7 @@ class QwenVL(Family):
         if about.pop("sampled", False):
             options = {**options, "do_sample_frames": False}
         processed, text = self._process_video(processor, frames, about, options)
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["video"])
-        layout = parse_layout(text, placeholder)
+        layout = self.layout_of(processor, text, "video")
         pixels, grid = (processed[name] for name in VIDEO)
         seconds = [float(value) for value in processed.get(self.times_name, [])]
         return self._video(pixels, grid, layout, seconds)
@@ -105,15 +104,10 @@ class QwenVL(Family):
             return images
         if grids is None:
             raise InputError(f"{VIDEO[0]} came without {VIDEO[1]}")
-        patches = grids.prod(-1).tolist()
-        if sum(patches) != pixels.shape[0]:
-            raise PlaceholderMismatch(
-                f"{VIDEO[1]} describes {sum(patches)} patches, {VIDEO[0]} has {pixels.shape[0]}"
-            )
-        seconds = self._given_seconds(tensors.get(self.times_name), len(patches))
-        tokens = [self._tokens_of(row) for row in grids.tolist()]
-        parts = zip(torch.split(pixels, patches), grids.split(1), tokens, seconds, strict=True)
-        return [*images, *(self._video(p, g, (n,), s) for p, g, n, s in parts)]
+        parts = self._split_patches(pixels, grids, *VIDEO)
+        seconds = self._given_seconds(tensors.get(self.times_name), len(parts))
+        timed = zip(parts, seconds, strict=True)
+        return [*images, *(self._video(p, g, (n,), s) for (p, g, n), s in timed)]
 
     def _given_seconds(self, given: torch.Tensor | None, count: int) -> list[list[float]]:
         if given is None:

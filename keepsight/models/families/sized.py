@@ -6,20 +6,16 @@ The padding is cut off before an image is named, so its name does not depend on 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout
-from keepsight.kinds import Decoded, Inputs, Options
+from keepsight.kinds import Inputs
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
-from keepsight.models.families.pixels import Pixels, Tensors, joined, parse_layout, with_sizes
-
-if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+from keepsight.models.families.pixels import Pixels, Tensors, joined, with_sizes
 
 
 class LlavaNext(Family):
@@ -114,18 +110,6 @@ class Mistral3(Family):
         config = self.model.config
         patch = int(config.vision_config.patch_size)
         return patch * int(getattr(config, "spatial_merge_size", 1))
-
-    def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
-        """Preprocess with the processor, because it passes the cell size to its image processor."""
-        given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
-        processed, texts = upstream.processed(processor, "images", [image], **given)
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        return self._pixels(dict(processed), parse_layout(texts[0], placeholder))
-
-    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
-        names = ("pixel_values", "image_sizes")
-        tensors = {name: torch.as_tensor(processed[name]) for name in names}
-        return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
 
     def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         """Split by image, each cropped to its own size."""

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.kinds import Decoded, Options, Record
-from keepsight.models.families.base import Cast, Family
-from keepsight.models.families.pixels import Part, Pixels, Tensors, parse_layout, rows_of
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Part, Pixels, Tensors, rows_of
 from keepsight.models.renamed import EncoderOutput
 
 if TYPE_CHECKING:
@@ -31,55 +31,10 @@ class InternVL(Family):
     placeholders tell where one image ends.
     """
 
-    def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
-        tokens = self.tokens_per_row(pixels.shape[0], ids)
-        is_image = np.concatenate([[0], ids == self.image_token_id, [0]]).astype(np.int8)
-        edges = np.flatnonzero(np.diff(is_image))
-        media, row = [], 0
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            tiles = int(end - start) // tokens
-            part = pixels[row : row + tiles]
-            media.append(self._pixels({"pixel_values": part}, (tiles * tokens,)))
-            row += tiles
-        return media
-
-
-class GotOcr2(InternVL):
-    """Families whose processor takes several pages for one image (GOT-OCR 2).
-
-    Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
-    """
-
-    def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
-        """One page through the checkpoint's own image processor."""
-        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
-        text = processor.replace_image_token(
-            processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
-        )
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
-        return self._pixels(dict(processed), parse_layout(text, placeholder))
-
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.core.vision_tower.dtype
-        return dtype
-
-
-class AyaVision(Family):
-    """Families whose image is several runs of placeholders, one per tile, with text between them.
-
-    Aya Vision writes a tile's name before each tile, Cohere 2 Vision a line break after each. A
-    processor's packed output holds the tiles of all images in sequence, without a tensor that says
-    where an image ends. The prompt says it: a token closes each image. Without that token, each
-    tile is taken for an image of its own: the answers are equal, less is shared.
-    """
-
-    behind = 0  # tokens between a tile and the one that closes its image
-
     def closing(self, row: np.ndarray, end: int) -> int | None:
-        """The token that closes an image; the last placeholder of `row` is at `end` - 1."""
-        spot = end + self.behind
-        return int(row[spot]) if spot < len(row) else None
+        """The token that closes an image of several runs; none where each run is an image. The last
+        placeholder of `row` is at `end` - 1."""
+        return None
 
     def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
         pixels = tensors.get("pixel_values")
@@ -111,6 +66,38 @@ class AyaVision(Family):
                 yield last + 1 - first
                 first = last + 1
         yield len(spots) - first
+
+
+class GotOcr2(InternVL):
+    """Families whose processor takes several pages for one image (GOT-OCR 2).
+
+    Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
+    """
+
+    casts = True
+
+    def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
+        """One page through the checkpoint's own image processor."""
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        text = processor.replace_image_token(
+            processed, 0, num_pages_per_batch=[1], num_image_tokens=processor.num_image_tokens
+        )
+        return self._pixels(dict(processed), self.layout_of(processor, text))
+
+
+class AyaVision(InternVL):
+    """Families whose image is several runs of placeholders, one per tile, with text between them.
+
+    Aya Vision writes a tile's name before each tile, Cohere 2 Vision a line break after each. A
+    token closes each image. Without it, each tile is taken for an image of its own: the answers are
+    equal, less is shared.
+    """
+
+    behind = 0  # tokens between a tile and the one that closes its image
+
+    def closing(self, row: np.ndarray, end: int) -> int | None:
+        spot = end + self.behind
+        return int(row[spot]) if spot < len(row) else None
 
 
 class Cohere2Vision(AyaVision):
@@ -179,6 +166,7 @@ class Llama4(AyaVision):
     """
 
     beside_the_tower = ("multi_modal_projector",)
+    casts = True  # Transformers' processor gives bfloat16 for any model
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -193,12 +181,6 @@ class Llama4(AyaVision):
         """The width of the tower, not of the decoder."""
         config = self.model.config
         return int(config.vision_config.vision_output_dim)
-
-    @property
-    def pixel_dtype(self) -> torch.dtype:
-        """Transformers' processor gives bfloat16 for any model."""
-        dtype: torch.dtype = self.core.vision_model.dtype
-        return dtype
 
     def features_of(self, inputs: Tensors) -> BaseModelOutputWithPooling:
         output = super().features_of(inputs)
@@ -259,10 +241,11 @@ class Step3p7(Family):
         return -(-height // 2) * -(-width // 2)
 
 
-class DeepseekOcr2(Cast, Step3p7):
+class DeepseekOcr2(Step3p7):
     """A learned row follows the views of an image."""
 
     separators = 1
+    casts = True
 
     def _tokens(self, views: torch.Tensor) -> int:
         """Patches halved twice in each direction; the tower has this many queries."""
