@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from keepsight.models import loading
 from support import FamilyTests
 from support.family_models import BUILDERS as _MORE
 from support.family_models import Builder
@@ -34,6 +35,7 @@ __all__ = [
     "ALL",
     "TEMPLATE",
     "build",
+    "demo_parts",
     "folder_of",
     "in_both",
     "picture",
@@ -52,6 +54,14 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 @functools.cache
 def _first(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return built(ALL[kind], dtype)
+
+
+@functools.cache
+def demo_parts(name: str) -> tuple[Any, Any]:
+    """A demo model in float32 and its processor, loaded once: not the caller's to change."""
+    path = loading.model_path(name)
+    model = loading.load_named(path, "float32", None, None)[0]
+    return model, loading.load_processor(path, None)
 
 
 def suite_of(kind: str, **own: Any) -> type[FamilyTests]:
