@@ -112,7 +112,7 @@ def _equal_models_are_tried_once(
     from keepsight.core.kernels import attention, linear, packing
     from keepsight.core.kernels.passes import Kernels
 
-    try_model, try_shape = AnyCut._try, linear.rows_of
+    try_model, try_shape, try_heads = AnyCut._try, linear.rows_of, attention._padding_for
 
     def environment() -> tuple[Any, ...]:
         return torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -120,16 +120,19 @@ def _equal_models_are_tried_once(
     def model_once(self: AnyCut, tried: Any) -> Any:
         graphs = str(getattr(getattr(self._model, "exported", None), "environment", ""))
         key = (self._weights.state, str(self._decoder.shape), self.packing.wanted, environment())
-        key += (graphs,)
+        key += (graphs, type(self._family))
         if key not in trials:
             found = try_model(self, tried)
-            if found.kernels is None:
-                return found
-            rows = found.kernels.query_rows
-            query_rows = rows.windows, dict(rows.fillings)
-            trials[key] = found, dict(found.kernels.linears.rows), query_rows
+            if (kernels := found.kernels) is not None:
+                rows = kernels.query_rows
+                query_rows = rows.windows, dict(rows.fillings)
+                trials[key] = found, dict(kernels.linears.rows), query_rows
+            elif found.lasts:
+                trials[key] = found, {}, ()
             return found
         found, rows, query_rows = trials[key]
+        if found.kernels is None:
+            return found
         kernels = Kernels(
             linear.Linears(lambda: self.packing.packed),
             attention.QueryRows(*query_rows),
@@ -146,7 +149,14 @@ def _equal_models_are_tried_once(
         rows: linear.Rows | None = trials[key]
         return rows
 
+    def heads_once(heads: Any, windows: bool) -> Any:
+        key = ("attention", heads, windows, environment())
+        if key not in trials:
+            trials[key] = try_heads(heads, windows)
+        return trials[key]
+
     monkeypatch.setattr(AnyCut, "_try", model_once)
+    monkeypatch.setattr(attention, "_padding_for", heads_once)
     for module in (linear, packing):
         monkeypatch.setattr(module, "rows_of", shape_once)
 
@@ -154,14 +164,11 @@ def _equal_models_are_tried_once(
 @pytest.fixture(scope="session")
 def demo_parts() -> dict[str, tuple[Any, Any]]:
     """Model and processor of both demo models, float32; loaded once, wrapped anew by each test."""
+    from support import models
+
     from keepsight.models import loading
 
-    parts = {}
-    for name in loading.DEMO:
-        path = loading.model_path(name)
-        model = loading.load_named(path, "float32", None, None)[0]
-        parts[name] = (model, loading.load_processor(path, None))
-    return parts
+    return {name: models.demo_parts(name) for name in loading.DEMO}
 
 
 @pytest.fixture(params=["demo", "demo-hybrid"])
@@ -171,6 +178,26 @@ def demo(request: pytest.FixtureRequest, demo_parts: dict[str, Any]) -> Iterator
 
     model, processor = demo_parts[request.param]
     with ks.wrap(model, processor) as vlm:
+        yield vlm
+
+
+@pytest.fixture
+def dense(demo_parts: dict[str, Any]) -> Iterator[Any]:
+    """The demo model of full attention, for what is the same whatever the layers."""
+    import keepsight as ks
+
+    with ks.wrap(*demo_parts["demo"]) as vlm:
+        yield vlm
+
+
+@pytest.fixture
+def vlm() -> Iterator[Any]:
+    """A tiny Qwen3-VL with random weights, which the test may change, and an empty memory."""
+    from support.models import build
+
+    import keepsight as ks
+
+    with ks.wrap(*build("qwen3_vl")) as vlm:
         yield vlm
 
 

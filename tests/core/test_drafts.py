@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.answers import Catch
+from support.cuts import BOTH
 from support.hostile import bounded
 from support.models import build, picture, turn
 
@@ -28,24 +30,12 @@ from keepsight.core.decoding.drafts import (
 from keepsight.errors import InputError
 from keepsight.prefix.prompt import Prompt
 
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 CHAT = [turn("Look at this. " * 4, picture(1)), turn("And now this one.", picture(2))]
 HOWS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 1.3, "seed": 4},
     "penalised": {"do_sample": True, "seed": 2, "repetition_penalty": 1.3, "min_new_tokens": 12},
 }
-
-
-class Seen:
-    """A logits processor that keeps all it is given."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[list[int], torch.Tensor]] = []
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.rows.append((ids[0].tolist(), scores.clone()))
-        return scores
 
 
 @pytest.fixture
@@ -68,14 +58,14 @@ def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[ks.V
         yield vlm
 
 
-def asked(vlm: ks.VLM, messages: Any, count: int = 24, **how: Any) -> tuple[ks.Reply, Seen]:
-    seen = Seen()
+def asked(vlm: ks.VLM, messages: Any, count: int = 24, **how: Any) -> tuple[ks.Reply, Catch]:
+    seen = Catch()
     return vlm.chat(messages, max_new_tokens=count, logits_processor=[seen], **how), seen
 
 
-def alike(one: Seen, other: Seen) -> bool:
+def alike(one: Catch, other: Catch) -> bool:
     pairs = zip(one.rows, other.rows, strict=True)
-    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    return one.tokens == other.tokens and all(torch.equal(a, b) for a, b in pairs)
 
 
 # -- the same bits ---------------------------------------------------------------------------------

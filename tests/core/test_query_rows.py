@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.answers import Catch
+from support.cuts import assert_bits, why_rounding
 from support.models import build, picture, turn
 
 import keepsight as ks
@@ -26,16 +28,9 @@ CHATS = [[turn("What is it?", picture(1))], [turn("Only words here. " * 30)]]
 
 def logits(vlm: ks.VLM, ids: torch.Tensor, count: int = 10) -> torch.Tensor:
     """Of each token that is decoded."""
-    seen: list[torch.Tensor] = []
-
-    def catch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen.append(scores.clone())
-        return scores
-
-    vlm.generate(
-        input_ids=ids, logits_processor=[catch], max_new_tokens=count, min_new_tokens=count
-    )
-    return torch.stack(seen)
+    catch, counts = Catch(), {"max_new_tokens": count, "min_new_tokens": count}
+    vlm.generate(input_ids=ids, logits_processor=[catch], **counts)
+    return torch.stack(catch.rows)
 
 
 def some_ids(count: int) -> torch.Tensor:
@@ -93,8 +88,13 @@ def expect_the_same_together(
         assert [one.result().tokens for one in asked] == wanted[1]
 
 
-@pytest.mark.parametrize("multiple", [8, 16, 32])
-@pytest.mark.parametrize("kind", ["qwen3_vl", "sliding"])
+@pytest.mark.parametrize(
+    ("kind", "multiple"),
+    [
+        *(("qwen3_vl", 8), ("qwen3_vl", 16), ("qwen3_vl", 32), ("sliding", 16)),
+        *(pytest.param("sliding", multiple, marks=pytest.mark.slow) for multiple in (8, 32)),
+    ],
+)
 def test_rows_are_filled_up_to_what_gives_equal_bits(
     kind: str, multiple: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
     monkeypatch.setattr(attention, "_plain", picky(multiple))
     model, processor = build(kind)
     with ks.wrap(model, processor) as vlm:
-        assert vlm.stats()["engine"]["exactness"] == "bits"
+        assert_bits(vlm)
         assert fillings(vlm) == {RowPadding(multiple)}
         wanted = answers(vlm, 40, 507)
         assert vlm.verify(CHATS[0]).equal
@@ -142,7 +142,7 @@ def test_a_row_reads_as_many_keys_whatever_is_computed_beside_it(
     turned(monkeypatch, lambda query, key: key.shape[-2] // 128)
     model, processor = build(kind)
     with ks.wrap(model, processor) as vlm:
-        assert vlm.stats()["engine"]["exactness"] == "bits"
+        assert_bits(vlm)
         wanted = answers(vlm, 40, 150, 700)
     cuts = [(count, 2) for count in (100, 127, 300, 520)]
     expect_the_same_together(model, processor, wanted, cuts)
@@ -159,8 +159,7 @@ def test_where_no_number_does_answers_are_equal_to_rounding(
 
     monkeypatch.setattr(attention, "_plain", by_size)
     with ks.wrap(*build("qwen3_vl")) as vlm:
-        engine = vlm.stats()["engine"]
-        assert engine["exactness"] == "rounding" and "attention of" in engine["rounding_because"]
+        assert "attention of" in why_rounding(vlm)
 
 
 def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.common import until
 from support.models import build, picture, turn
 
 import keepsight as ks
@@ -25,13 +24,6 @@ def submit(together: Together, text: str, tenant: str | None, count: int, **opti
     return together.submit(
         [turn(text)], tenant=tenant, max_new_tokens=count, min_new_tokens=count, **GREEDY, **options
     )
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -83,9 +75,9 @@ def test_nobody_is_held_back_for_good() -> None:
     assert max(firsts) < len(came) - 20, "the last begins long before the others end"
 
 
-def test_a_small_chat_is_answered_before_the_long_ones_of_another() -> None:
+def test_a_small_chat_is_answered_before_the_long_ones_of_another(vlm: Any) -> None:
     """Also where all places are taken: one more of another account may run."""
-    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm, max_running=3) as together:
+    with Together(vlm, max_running=3) as together:
         order: list[str] = []
         begun = threading.Event()
         for n in range(6):
@@ -129,8 +121,8 @@ def test_a_long_prompt_begins_however_many_short_ones_come() -> None:
     assert order.index("long") < 150
 
 
-def test_text_is_made_ready_while_others_have_the_model() -> None:
-    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+def test_text_is_made_ready_while_others_have_the_model(vlm: Any) -> None:
+    with Together(vlm) as together:
         submit(together, "Little.", None, 2).result()
         ready: list[Ticket] = []
         with vlm.runtime.lock:
@@ -146,8 +138,8 @@ def test_text_is_made_ready_while_others_have_the_model() -> None:
 # -- accounts -------------------------------------------------------------------------------------
 
 
-def test_salts_are_no_accounts_of_their_own() -> None:
-    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm, max_waiting=0) as together:
+def test_salts_are_no_accounts_of_their_own(vlm: Any) -> None:
+    with Together(vlm, max_waiting=0) as together:
         with vlm.runtime.lock:
             small = submit(together, "Little.", "small", 2)
             tenants = [under_salt("greedy", f"salt {n}") for n in range(15)]
@@ -157,8 +149,8 @@ def test_salts_are_no_accounts_of_their_own() -> None:
         assert small.result().tokens
 
 
-def test_one_tenant_may_be_several_accounts() -> None:
-    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm, max_running=2) as together:
+def test_one_tenant_may_be_several_accounts(vlm: Any) -> None:
+    with Together(vlm, max_running=2) as together:
         order: list[str] = []
         begun = threading.Event()
         for n in range(4):
@@ -176,11 +168,8 @@ def test_one_tenant_may_be_several_accounts() -> None:
         assert not order
 
 
-def test_the_last_places_are_not_for_who_has_most() -> None:
-    with (
-        ks.wrap(*build("qwen3_vl")) as vlm,
-        Together(vlm, max_running=8, max_waiting=8) as together,
-    ):
+def test_the_last_places_are_not_for_who_has_most(vlm: Any) -> None:
+    with Together(vlm, max_running=8, max_waiting=8) as together:
         with vlm.runtime.lock:
             asked = [submit(together, "Much.", "greedy", 2) for _ in range(16)]
             with pytest.raises(Busy):

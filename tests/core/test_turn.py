@@ -7,6 +7,7 @@ prompts, found by comparing ids here.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 import transformers
 from support.answers import logits
-from support.models import build, picture, turn
+from support.models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
@@ -123,14 +124,14 @@ def test_what_is_forgotten_takes_only_its_own_lanes_along(demo: Any) -> None:
     demo.runtime.tree.check()
 
 
-def test_a_tower_that_fails_once(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tower_that_fails_once(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(demo.runtime.family, "encode", boom)
+        patch.setattr(dense.runtime.family, "encode", boom)
         with pytest.raises(AssertionError):
-            demo.chat([turn(LONG, picture(1)), turn("Two.", picture(2))])
-    demo.runtime.tree.check()
-    assert demo.runtime.tree.held_bytes() == 0
-    assert demo.chat([turn(LONG, picture(1)), turn("Two.", picture(2))]).text
+            dense.chat([turn(LONG, picture(1)), turn("Two.", picture(2))])
+    dense.runtime.tree.check()
+    assert dense.runtime.tree.held_bytes() == 0
+    assert dense.chat([turn(LONG, picture(1)), turn("Two.", picture(2))]).text
 
 
 def test_prepare_then_chat_only_decodes(demo: Any) -> None:
@@ -208,13 +209,13 @@ def test_reason_diverged_in_text_and_in_a_medium(demo: Any) -> None:
         assert (at, f"diverged at token {at} ({what})") in found
 
 
-def test_reason_diverged_among_many_siblings(demo: Any) -> None:
-    texts = [f"Tell me something about the number {i * 37} please." for i in range(40)]
+def test_reason_diverged_among_many_siblings(dense: Any) -> None:
+    texts = [f"Tell me something about the number {i * 37} please." for i in range(20)]
     for text in texts:
-        demo.prepare([turn(text)])
+        dense.prepare([turn(text)])
     changed = [turn("Tell me something about the number 407 and more.")]
-    at = max(first_difference(demo, [turn(text)], changed) for text in texts)
-    found = [r for r in reasons(demo.explain(changed)) if r[1].startswith("diverged")]
+    at = max(first_difference(dense, [turn(text)], changed) for text in texts)
+    found = [r for r in reasons(dense.explain(changed)) if r[1].startswith("diverged")]
     assert found == [(at, f"diverged at token {at} (text)")]
 
 
@@ -272,30 +273,26 @@ def test_weights_of_which_nothing_is_remembered_leave_nothing_behind(demo: Any) 
 
 
 def test_nobody_asks_for_other_weights_where_the_whole_prompt_is_known(
-    demo: Any, monkeypatch: pytest.MonkeyPatch
+    dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = [turn("What is it?", picture(1))]
-    demo.prepare(messages)
-    demo.prepare(messages)
+    dense.prepare(messages)
+    dense.prepare(messages)
     asked: list[Any] = []
-    monkeypatch.setattr(demo.runtime.tree, "elsewhere", lambda *a: asked.append(a) or (0, ""))
-    demo.explain(messages)
+    monkeypatch.setattr(dense.runtime.tree, "elsewhere", lambda *a: asked.append(a) or (0, ""))
+    dense.explain(messages)
     assert not asked
 
 
-def test_reason_made_elsewhere(demo: Any, tmp_path: Path) -> None:
-    import dataclasses
-
-    package = demo.encode(picture(1))
+def test_reason_made_elsewhere(dense: Any, tmp_path: Path) -> None:
+    package = dense.encode(picture(1))
     foreign = dataclasses.replace(package, provenance=dict(package.provenance, maker="onnx"))
-    demo.chat([turn(LONG, foreign)], max_new_tokens=1)
-    found = reasons(demo.explain([turn(LONG, picture(1))]))
+    dense.chat([turn(LONG, foreign)], max_new_tokens=1)
+    found = reasons(dense.explain([turn(LONG, picture(1))]))
     assert any(reason == "made elsewhere" for _, reason in found)
 
 
 def test_a_foreign_package_never_changes_an_exact_answer(demo: Any, tmp_path: Path) -> None:
-    import dataclasses
-
     messages = [turn(LONG, picture(1))]
     expected = logits(demo, messages)
     demo.clear()
@@ -313,8 +310,6 @@ def test_a_foreign_package_never_changes_an_exact_answer(demo: Any, tmp_path: Pa
 
 def test_a_changed_package_never_changes_an_exact_answer(demo: Any) -> None:
     """Neither one whose provenance was left as it was, nor one changed in place."""
-    import dataclasses
-
     messages = [turn(LONG, picture(1))]
     expected = logits(demo, messages)
     package = demo.encode(picture(1))
@@ -345,8 +340,6 @@ def test_features_alone_among_others_and_under_two_budgets(demo_parts: Any) -> N
 
 def test_sampling_equals_stock_with_the_same_seed() -> None:
     model, processor = build("qwen3_vl")
-    from support.models import stock_inputs
-
     messages = [turn("Look at it.", picture(1))]
     settings = {
         "do_sample": True,
@@ -365,52 +358,52 @@ def test_sampling_equals_stock_with_the_same_seed() -> None:
         assert vlm.chat(messages, seed=8, **settings).tokens != stock
 
 
-def test_stop_strings_and_lengths(demo: Any) -> None:
+def test_stop_strings_and_lengths(dense: Any) -> None:
     messages = [turn("Hello!")]
-    whole = demo.chat(messages).text
+    whole = dense.chat(messages).text
     assert len(whole) > 6
     stop = whole[3:6]
-    cut = demo.chat(messages, stop=stop)
+    cut = dense.chat(messages, stop=stop)
     assert cut.text == whole[: whole.find(stop)] and cut.finish_reason == "stop"
-    assert "".join(piece.text for piece in demo.stream(messages, stop=[stop])) == cut.text
-    short = demo.chat(messages, max_tokens=2)
+    assert "".join(piece.text for piece in dense.stream(messages, stop=[stop])) == cut.text
+    short = dense.chat(messages, max_tokens=2)
     assert len(short.tokens) == 2 and short.finish_reason == "length"
 
 
-def test_unknown_and_impossible_options(demo: Any) -> None:
+def test_unknown_and_impossible_options(dense: Any) -> None:
     messages = [turn("Hello!")]
     with pytest.raises(UnknownOption, match="max_new_tokens"):
-        demo.chat(messages, max_new_token=3)
+        dense.chat(messages, max_new_token=3)
     with pytest.raises(UnknownOption, match="vision_budget"):
-        ks.wrap(demo.model, demo.processor, vision_buget="1GiB")
+        ks.wrap(dense.model, dense.processor, vision_buget="1GiB")
     with pytest.raises(UnknownOption, match="image_options has no option 'foo'"):
-        ks.wrap(demo.model, demo.processor, image_options={"foo": 3})
-    for call in (demo.prepare, demo.explain, demo.inputs):
+        ks.wrap(dense.model, dense.processor, image_options={"foo": 3})
+    for call in (dense.prepare, dense.explain, dense.inputs):
         with pytest.raises(UnknownOption, match="temperature"):
             call(messages, temperature=0.5)
     with pytest.raises(InputError, match="num_beams"):
-        demo.chat(messages, num_beams=4)
+        dense.chat(messages, num_beams=4)
     for tenant in ("", 7, "x" * 2000):
         with pytest.raises(InputError, match="tenant"):
-            demo.chat(messages, tenant=tenant)
+            dense.chat(messages, tenant=tenant)
     with pytest.raises(InputError, match="max_new_tokens"):
-        demo.chat(messages, max_new_tokens=0)
-    assert demo.chat(messages).text
+        dense.chat(messages, max_new_tokens=0)
+    assert dense.chat(messages).text
 
 
-def test_a_prompt_beyond_the_context(demo: Any) -> None:
-    limit = demo.model.config.text_config.max_position_embeddings
+def test_a_prompt_beyond_the_context(dense: Any) -> None:
+    limit = dense.model.config.text_config.max_position_embeddings
     ids = torch.full((1, limit), 300)
     with pytest.raises(PromptTooLong, match=str(limit)):
-        demo.generate(ids, max_new_tokens=1)
-    assert demo.chat([turn("Hello!")]).text
+        dense.generate(ids, max_new_tokens=1)
+    assert dense.chat([turn("Hello!")]).text
 
 
-def test_stream_of_partial_characters(demo: Any) -> None:
+def test_stream_of_partial_characters(dense: Any) -> None:
     """Text comes out whole even when a character takes several tokens."""
     from keepsight.core.decoding.sampling import Detokenizer
 
-    tokenizer = demo.processor.tokenizer
+    tokenizer = dense.processor.tokenizer
     text = "naïve – 画 🙂 done"
     detokenizer = Detokenizer(tokenizer, [])
     pieces = [detokenizer.push(t) for t in tokenizer(text)["input_ids"]]
@@ -418,43 +411,43 @@ def test_stream_of_partial_characters(demo: Any) -> None:
     assert "\ufffd" not in "".join(pieces)
 
 
-def test_tensor_paths_of_one_image_agree(demo: Any) -> None:
+def test_tensor_paths_of_one_image_agree(dense: Any) -> None:
     """A picture named through messages and one given as pixel values are one picture."""
     messages = [turn(LONG, picture(1))]
-    demo.chat(messages, max_new_tokens=1)
-    inputs = demo.inputs(messages)
-    pixels = demo.runtime.family.preprocess(
-        demo.processor, picture(1), demo.runtime.image_options
+    dense.chat(messages, max_new_tokens=1)
+    inputs = dense.inputs(messages)
+    pixels = dense.runtime.family.preprocess(
+        dense.processor, picture(1), dense.runtime.image_options
     ).tensors
     inputs.pop("mm_encoder_outputs")
-    out = demo.generate(**{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True)
+    out = dense.generate(**{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True)
     assert out.usage.cached_tokens == out.usage.prompt_tokens
     assert np.array_equal(out.sequences[0, :-1], inputs["input_ids"][0])
 
 
 def test_a_stop_string_that_upstream_misses_ends_the_answer(
-    demo: Any, monkeypatch: pytest.MonkeyPatch
+    dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream's criterion does not see some strings that end inside a token."""
     messages = [turn("Describe the picture.", picture(2))]
-    whole = demo.chat(messages, max_new_tokens=16)
+    whole = dense.chat(messages, max_new_tokens=16)
     word = whole.text.split()[1]
     monkeypatch.setattr(
         transformers.StopStringCriteria,
         "__call__",
         lambda self, ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool),
     )
-    reply = demo.chat(messages, max_new_tokens=16, stop=[word])
+    reply = dense.chat(messages, max_new_tokens=16, stop=[word])
     assert reply.text == whole.text[: whole.text.index(word)]
     assert reply.finish_reason == "stop" and len(reply.tokens) < len(whole.tokens)
 
 
 def test_a_warm_turn_does_not_walk_over_the_model(
-    demo: Any, monkeypatch: pytest.MonkeyPatch
+    dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a tower was left out matters to pictures that are new, and to nothing else."""
     asked = [turn("Look.", picture(1))]
-    first = demo.chat(asked, max_new_tokens=2, do_sample=False)
+    first = dense.chat(asked, max_new_tokens=2, do_sample=False)
     monkeypatch.setattr("keepsight.models.families.base.absent_parts", boom)
     goes_on = [*asked, turn(first.text, role="assistant"), turn("And?")]
-    assert demo.chat(goes_on, max_new_tokens=2).usage.images_encoded == 0
+    assert dense.chat(goes_on, max_new_tokens=2).usage.images_encoded == 0

@@ -130,20 +130,14 @@ def test_the_public_names_are_sorted_and_real() -> None:
 
 
 IMPORTS = """
-import pkgutil, socket, sys
-def refuse(*arguments, **options):
-    raise RuntimeError("importing must not open the network")
-socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
+import sys
 import keepsight
 from keepsight import errors
 heavy = {"torch", "transformers", "numpy", "PIL", "safetensors", "rich", "typer"} & set(sys.modules)
 print(sorted(heavy))
-for module in pkgutil.walk_packages(keepsight.__path__, "keepsight."):
-    if not module.name.endswith("__main__"):
-        __import__(module.name)
-print("all")
 """
 
 
-def test_importing_is_light_and_stays_at_home() -> None:
-    assert finished(start(IMPORTS)).split("\n")[:2] == ["[]", "all"]
+def test_importing_is_light() -> None:
+    """That it opens no network is asked by `laws/test_windows.py`."""
+    assert finished(start(IMPORTS)) == "[]\n"

@@ -45,9 +45,9 @@ def test_a_tokenizer_with_other_names_is_noticed(demo_parts: dict[str, Any]) -> 
         assert vlm.render(talk).text == first
 
 
-def test_plain_messages_are_rendered_as_transformers_renders_them(demo: Any) -> None:
+def test_plain_messages_are_rendered_as_transformers_renders_them(dense: Any) -> None:
     """Where this fails, Transformers does something new before it renders."""
-    tokenizer, source = demo.processor.tokenizer, demo.runtime.renderer.template
+    tokenizer, source = dense.processor.tokenizer, dense.runtime.renderer.template
     parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y <"}]
     talk = [
         turn("Hello"),
@@ -57,4 +57,4 @@ def test_plain_messages_are_rendered_as_transformers_renders_them(demo: Any) -> 
     for generate in (True, False):
         how = {"tokenize": False, "add_generation_prompt": generate, "chat_template": source}
         wanted = tokenizer.apply_chat_template(talk, **how)
-        assert demo.render(talk, add_generation_prompt=generate).text == wanted
+        assert dense.render(talk, add_generation_prompt=generate).text == wanted

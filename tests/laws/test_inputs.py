@@ -21,7 +21,7 @@ from keepsight.errors import (
 )
 
 
-def test_message_shapes(demo: Any) -> None:
+def test_message_shapes(dense: Any) -> None:
     image = picture(1)
     shapes: list[list[Any]] = [
         [{"role": "user", "content": [{"type": "image", "image": image}, "Describe it."]}],
@@ -37,7 +37,7 @@ def test_message_shapes(demo: Any) -> None:
         ],
         [{"role": "user", "content": [{"image": image}, {"text": "Describe it."}]}],
     ]
-    found = {tuple(demo.chat(messages, max_new_tokens=6).tokens) for messages in shapes}
+    found = {tuple(dense.chat(messages, max_new_tokens=6).tokens) for messages in shapes}
     assert len(found) == 1
 
 
@@ -109,11 +109,11 @@ def test_bad_tensors() -> None:
         vlm.runtime.tree.check()
 
 
-def test_more_images_than_the_template_writes(demo: Any) -> None:
-    with ks.wrap(demo.model, demo.processor, chat_template="{{ 'no pictures here' }}") as vlm:
+def test_more_images_than_the_template_writes(dense: Any) -> None:
+    with ks.wrap(dense.model, dense.processor, chat_template="{{ 'no pictures here' }}") as vlm:
         with pytest.raises(PlaceholderMismatch, match="0 image placeholders for 1"):
             vlm.ask(picture(1), "What?")
-    with ks.wrap(demo.model, demo.processor, chat_template="{{ raise_exception('no!') }}") as vlm:
+    with ks.wrap(dense.model, dense.processor, chat_template="{{ raise_exception('no!') }}") as vlm:
         with pytest.raises(MessagesError, match="no!"):
             vlm.ask(picture(1), "What?")
 
@@ -128,8 +128,8 @@ def test_without_a_processor() -> None:
             vlm.chat([turn("Hello!")])
 
 
-def test_closed(demo: Any) -> None:
-    with ks.wrap(demo.model, demo.processor) as vlm:
+def test_closed(dense: Any) -> None:
+    with ks.wrap(dense.model, dense.processor) as vlm:
         session = vlm.session()
     for call in (
         lambda: vlm.chat([turn("Hello!")]),
@@ -157,7 +157,7 @@ def test_an_unusable_store_is_one_warning(
     assert len(warnings) == 1
 
 
-def test_photographs_go_through(demo: Any) -> None:
+def test_photographs_go_through(dense: Any) -> None:
     """Whatever the tiny model says about it, a photograph of any size gets an answer."""
     for size in ((4000, 3000), (640, 1136), (33, 47), (1, 1), (3000, 100)):
-        assert demo.ask(picture(5, *size), "What is in this picture?", max_new_tokens=4).tokens
+        assert dense.ask(picture(5, *size), "What is in this picture?", max_new_tokens=4).tokens

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.common import until
 from support.hostile import ROOT
 from support.models import picture, turn
 
@@ -180,7 +180,7 @@ def test_a_stream_that_the_collector_ends_anywhere_in_a_call(demo: Any) -> None:
     def work() -> None:
         number = 7
         while not attempt(number):
-            number = number * 5 // 4
+            number = number * 3 // 2
 
     within(120, work)
 
@@ -401,14 +401,6 @@ def _ours() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("keepsight")]
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """What other threads are about to bring about."""
-    end = time.monotonic() + 60
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert holds()
-
-
 def test_models_that_are_dropped_leave_no_threads_and_no_handles(
     demo_parts: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -424,7 +416,7 @@ def test_models_that_are_dropped_leave_no_threads_and_no_handles(
     for number in range(4):
         use(number)
     gc.collect()
-    eventually(lambda: len(_ours()) <= before and _handles() <= handles)
+    until(lambda: len(_ours()) <= before and _handles() <= handles)
     for number in range(5):  # and what waited was written
         assert len(list(open_store(tmp_path / str(number)).entries())) >= 4
 
@@ -436,7 +428,7 @@ def test_a_store_that_was_only_read_leaves_no_handles(tmp_path: Path) -> None:
     before = _handles()
     assert len(list(DiskStore(tmp_path).entries())) == 1
     gc.collect()
-    eventually(lambda: _handles() <= before)
+    until(lambda: _handles() <= before)
 
 
 def test_what_was_written_is_not_kept_by_the_thread_that_wrote_it(tmp_path: Path) -> None:
@@ -446,7 +438,7 @@ def test_what_was_written_is_not_kept_by_the_thread_that_wrote_it(tmp_path: Path
         gone = weakref.ref(tensor)
         del tensor
         store.flush()
-        eventually(lambda gone=gone: gone() is None)
+        until(lambda gone=gone: gone() is None)
         store.close()
 
 
@@ -457,7 +449,7 @@ def test_a_scheduler_that_is_dropped_ends_and_what_it_took_is_served(demo: Any) 
     assert ticket.result().tokens == demo.chat(MESSAGES, max_new_tokens=8).tokens
     del ticket
     gc.collect()
-    eventually(lambda: len(_ours()) <= before)
+    until(lambda: len(_ours()) <= before)
 
 
 # -- forked ----------------------------------------------------------------------------------------

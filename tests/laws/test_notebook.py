@@ -22,32 +22,32 @@ QUESTION = "What is it?"
 # -- the question and the pictures -----------------------------------------------------------------
 
 
-def test_question_and_pictures_come_in_either_order(demo: Any) -> None:
+def test_question_and_pictures_come_in_either_order(dense: Any) -> None:
     image = picture(1)
-    said = demo.ask(image, QUESTION, max_new_tokens=4).tokens
+    said = dense.ask(image, QUESTION, max_new_tokens=4).tokens
     for call in (
-        lambda: demo.ask(QUESTION, image, max_new_tokens=4),
-        lambda: demo.ask(QUESTION, images=[image], max_new_tokens=4),
-        lambda: demo.ask(image, question=QUESTION, max_new_tokens=4),
-        lambda: demo.session().ask(QUESTION, image, max_new_tokens=4),
-        lambda: demo.session().ask(image, QUESTION, max_new_tokens=4),
-        lambda: demo.session().ask([image], text=QUESTION, max_new_tokens=4),
-        lambda: demo.session().ask(images=image, question=QUESTION, max_new_tokens=4),
+        lambda: dense.ask(QUESTION, image, max_new_tokens=4),
+        lambda: dense.ask(QUESTION, images=[image], max_new_tokens=4),
+        lambda: dense.ask(image, question=QUESTION, max_new_tokens=4),
+        lambda: dense.session().ask(QUESTION, image, max_new_tokens=4),
+        lambda: dense.session().ask(image, QUESTION, max_new_tokens=4),
+        lambda: dense.session().ask([image], text=QUESTION, max_new_tokens=4),
+        lambda: dense.session().ask(images=image, question=QUESTION, max_new_tokens=4),
     ):
         assert call().tokens == said
 
 
-def test_two_texts_stand_in_the_order_of_the_method(demo: Any, tmp_path: Path) -> None:
+def test_two_texts_stand_in_the_order_of_the_method(dense: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "cat.png")
     picture(1).save(path)
-    said = demo.ask(path, QUESTION, max_new_tokens=4).tokens
-    assert demo.session().ask(QUESTION, path, max_new_tokens=4).tokens == said
+    said = dense.ask(path, QUESTION, max_new_tokens=4).tokens
+    assert dense.session().ask(QUESTION, path, max_new_tokens=4).tokens == said
     with pytest.raises(InputError, match=r"is a picture and 'What is it\?' is not; write ask\("):
-        demo.ask(QUESTION, path)
+        dense.ask(QUESTION, path)
     with pytest.raises(InputError, match=rf"write ask\('What is it\?', '{path}'\)"):
-        demo.session().ask(path, QUESTION)
+        dense.session().ask(path, QUESTION)
     with pytest.raises(ImageError, match="gone.png"):  # never a question about the other picture
-        demo.ask("gone.png", "also-gone.png")
+        dense.ask("gone.png", "also-gone.png")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_two_texts_stand_in_the_order_of_the_method(demo: Any, tmp_path: Path) -
         ((QUESTION,), {"text": "?", "question": "?"}, "two names of one option"),
     ],
 )
-def test_what_ask_refuses(demo: Any, given: Any, options: Any, why: str) -> None:
-    for ask in (demo.ask, demo.session().ask):
+def test_what_ask_refuses(dense: Any, given: Any, options: Any, why: str) -> None:
+    for ask in (dense.ask, dense.session().ask):
         with pytest.raises((InputError, UnknownOption)) as caught:
             ask(*given, **options)
         assert why in str(caught.value)
@@ -82,31 +82,31 @@ def test_films_and_sounds_stand_behind_the_pictures(picture_first: bool) -> None
         user_turn(("What?",), {"video": "a.mp4"}, picture_first)
 
 
-def test_pictures_without_a_question(demo: Any) -> None:
+def test_pictures_without_a_question(dense: Any) -> None:
     with pytest.raises(InputError, match="there is no question; write ask"):
-        demo.ask(picture(1))
+        dense.ask(picture(1))
     with pytest.raises(InputError, match="there is no question; write ask"):
-        demo.ask("holiday.jpg")  # not there, but spelled like a file
+        dense.ask("holiday.jpg")  # not there, but spelled like a file
     for words in ("Hello!", "hello", "Is 3.5 more than 3.25?"):
-        for ask in (demo.ask, demo.session().ask):
+        for ask in (dense.ask, dense.session().ask):
             assert ask(words, max_new_tokens=2).usage.images == 0
 
 
 # -- what they look like ---------------------------------------------------------------------------
 
 
-def test_displays_are_short_and_escaped(demo: Any) -> None:
-    chat = demo.session("Answer <b>shortly</b>.")
+def test_displays_are_short_and_escaped(dense: Any) -> None:
+    chat = dense.session("Answer <b>shortly</b>.")
     reply = chat.ask(QUESTION, picture(1), max_new_tokens=4)
-    package = demo.encode(picture(1))
-    for shown in (demo, chat, reply, reply.report, package):
+    package = dense.encode(picture(1))
+    for shown in (dense, chat, reply, reply.report, package):
         assert len(repr(shown)) < 200 and "\n" not in repr(shown) and repr(shown)[0] == "<", shown
         assert shown._repr_html_().count("<table") >= 1
     assert "1 of 1 images encoded" in repr(reply) and "1 turn, 1 image" in repr(chat)
     page = chat._repr_html_()
     assert "&lt;b&gt;shortly" in page and "<b>" not in page and "[image 1, " in page
     assert "reused" in reply.report._repr_html_() and "<details>" in reply._repr_html_()
-    assert demo.model.config.model_type in repr(demo)
+    assert dense.model.config.model_type in repr(dense)
     assert re.fullmatch(
         r"<Medium image, \d+ tokens, key \w{12}…>", repr(chat.messages[1]["content"][0]["image"])
     )
@@ -117,30 +117,30 @@ def test_displays_are_short_and_escaped(demo: Any) -> None:
 # -- await -----------------------------------------------------------------------------------------
 
 
-def test_awaited_answers_are_those_of_plain_calls(demo: Any) -> None:
+def test_awaited_answers_are_those_of_plain_calls(dense: Any) -> None:
     image, message = picture(1), {"role": "user", "content": "Hello!"}
 
     async def talk() -> tuple[Any, ...]:
-        chat = demo.session()
+        chat = dense.session()
         first = await chat.aask(QUESTION, image, max_new_tokens=6)
         pieces = [piece async for piece in chat.astream("And now?", max_new_tokens=6)]
         both = await asyncio.gather(
-            demo.aask(image, QUESTION, max_new_tokens=6), demo.achat([message], max_new_tokens=6)
+            dense.aask(image, QUESTION, max_new_tokens=6), dense.achat([message], max_new_tokens=6)
         )
         return chat, first, ks.Reply.of(pieces), both
 
     chat, first, second, (asked, greeted) = asyncio.run(talk())
-    plain = demo.session()
+    plain = dense.session()
     assert plain.ask(QUESTION, image, max_new_tokens=6).tokens == first.tokens == asked.tokens
     assert plain.ask("And now?", max_new_tokens=6).tokens == second.tokens
-    assert demo.chat([message], max_new_tokens=6).tokens == greeted.tokens
+    assert dense.chat([message], max_new_tokens=6).tokens == greeted.tokens
     assert [m["role"] for m in chat.messages] == [m["role"] for m in plain.messages]
-    again = asyncio.run(demo.aask(image, QUESTION, max_new_tokens=6))
+    again = asyncio.run(dense.aask(image, QUESTION, max_new_tokens=6))
     assert again.usage.cached_tokens == again.usage.prompt_tokens  # one memory, whatever the thread
 
 
-def test_a_cancelled_task_cancels_the_answer(demo: Any) -> None:
-    chat = demo.session()
+def test_a_cancelled_task_cancels_the_answer(dense: Any) -> None:
+    chat = dense.session()
     chat.ask("Hello!", max_new_tokens=2)
 
     async def leave() -> None:
@@ -156,24 +156,24 @@ def test_a_cancelled_task_cancels_the_answer(demo: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    steps = demo.stats()["engine"]["decode_steps"]
+    steps = dense.stats()["engine"]["decode_steps"]
     asyncio.run(leave())
     for thread in threading.enumerate():
         if thread.name == "keepsight-answer":
             thread.join(20)
             assert not thread.is_alive()
-    assert demo.stats()["engine"]["decode_steps"] - steps < 300  # it did not go on to the end
+    assert dense.stats()["engine"]["decode_steps"] - steps < 300  # it did not go on to the end
     assert len(chat.messages) == 2
-    assert demo.stats()["prefix"]["held_bytes"] == 0
-    plain = demo.session()
+    assert dense.stats()["prefix"]["held_bytes"] == 0
+    plain = dense.session()
     plain.ask("Hello!", max_new_tokens=2)
     after = chat.ask("And now?", max_new_tokens=2).tokens
     assert after == plain.ask("And now?", max_new_tokens=2).tokens
 
 
-def test_a_session_answers_one_awaited_turn_at_a_time(demo: Any) -> None:
+def test_a_session_answers_one_awaited_turn_at_a_time(dense: Any) -> None:
     async def twice() -> list[Any]:
-        chat = demo.session()
+        chat = dense.session()
         turns = (chat.aask(QUESTION, max_new_tokens=4), chat.aask("And?", max_new_tokens=4))
         return await asyncio.gather(*turns, return_exceptions=True)
 
@@ -182,15 +182,15 @@ def test_a_session_answers_one_awaited_turn_at_a_time(demo: Any) -> None:
     assert isinstance(second, InputError) and "await that, or ask a fork()" in str(second)
 
 
-def test_errors_of_an_awaited_answer_reach_the_caller(demo: Any) -> None:
+def test_errors_of_an_awaited_answer_reach_the_caller(dense: Any) -> None:
     with pytest.raises(ImageError, match=r"gone\.png"):
-        asyncio.run(demo.aask("gone.png", QUESTION))
+        asyncio.run(dense.aask("gone.png", QUESTION))
     with pytest.raises(UnknownOption, match="images"):
-        asyncio.run(demo.session().aask(QUESTION, image=picture(1)))
+        asyncio.run(dense.session().aask(QUESTION, image=picture(1)))
 
 
-def test_an_error_in_a_notebook_is_one_sentence(demo: Any) -> None:
-    cells = {"vlm": demo}
+def test_an_error_in_a_notebook_is_one_sentence(dense: Any) -> None:
+    cells = {"vlm": dense}
     exec(compile("def mine():\n    vlm.ask('gone.png', 'Hm?')\n", "<cell 1>", "exec"), cells)
     for line, own in (("vlm.ask('gone.png', 'What is it?')", 0), ("mine()", 1)):
         with pytest.raises(ImageError) as caught:

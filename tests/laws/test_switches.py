@@ -71,21 +71,15 @@ SWITCHES: dict[str, Switch] = {
 }
 
 
-@pytest.fixture
-def vlm() -> Iterator[Any]:
-    """A model of its own, since some of these tests cast it."""
-    model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor) as vlm:
-        yield vlm
-
-
 @pytest.mark.parametrize("name", SWITCHES)
 def test_each_switch_has_a_namespace_of_its_own(vlm: Any, name: str) -> None:
     before = vlm.runtime.refresh()
     vlm.chat(FIRST, max_new_tokens=1)
     with SWITCHES[name]():
         assert vlm.runtime.refresh() != before
-        assert vlm.explain(FIRST).cached_tokens == 0
+        report = vlm.explain(FIRST)
+        assert report.cached_tokens == 0
+        assert {segment.reason for segment in report.segments} == {"other settings"}
     assert vlm.runtime.refresh() == before
 
 

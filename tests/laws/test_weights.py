@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,6 @@ from keepsight.errors import ModelError, UnreadableWeights, UnsupportedModel, Wr
 from keepsight.models import loading
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
-
-
-@pytest.fixture
-def vlm() -> Iterator[Any]:
-    """A model of its own, since these tests change its weights."""
-    model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor) as vlm:
-        yield vlm
 
 
 def test_language_weights_leave_packages_alone(vlm: Any) -> None:
@@ -59,18 +49,6 @@ def test_a_package_of_other_processor_settings_is_refused(vlm: Any) -> None:
         vlm.ask(package, "What is it?")
     assert caught.value.field == "processor settings"
     assert vlm.ask(picture(1), "What is it?", max_new_tokens=1).usage.images_encoded == 1
-
-
-def test_threads_are_part_of_the_namespace(vlm: Any) -> None:
-    threads = torch.get_num_threads()
-    logits(vlm, MESSAGES)
-    try:
-        torch.set_num_threads(1 if threads > 1 else 2)
-        report = vlm.explain(MESSAGES)
-        assert report.cached_tokens == 0
-        assert {s.reason for s in report.segments} == {"other settings"}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_models_that_cannot_be_used(vlm: Any) -> None:
@@ -133,8 +111,7 @@ def test_adapters_are_weights_and_switches_are_noticed(vlm: Any) -> None:
 def test_an_adapter_switched_off_while_merged_is_out_of_every_copy() -> None:
     """PEFT takes it out of the weights in the midst of the next pass."""
     peft = pytest.importorskip("peft")
-    live, processor = build("qwen3_vl")
-    model = copy.deepcopy(live)
+    model, processor = build("qwen3_vl")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model.add_adapter(config, adapter_name="one")
     model.eval()

@@ -1,4 +1,5 @@
-"""A process that lacks what Windows lacks: imports, answers, encodes, keeps and deletes."""
+"""A process that lacks what Windows lacks, and a network: imports, answers, encodes, keeps and
+deletes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from pathlib import Path
 from support.hostile import finished, start
 
 RUN = """
-import importlib, os, pathlib, pkgutil, sys
+import importlib, os, pathlib, pkgutil, socket, sys
+
+def refuse(*arguments, **options):
+    raise RuntimeError("importing must not open the network")
+
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
 import fastapi, torch, transformers.modeling_utils  # what they need on this system is theirs
 
 for name in ("fcntl", "pwd", "grp", "resource", "termios"):

@@ -12,7 +12,7 @@ import keepsight as ks
 from keepsight.encode import encode
 from keepsight.errors import InputError
 
-SIDES = ((96, 96), (400, 320), (64, 200), (96, 96), (128, 64))
+SIDES = ((96, 96), (200, 160), (64, 200), (96, 96), (128, 64))
 NO_SLIVERS = {"lfm2_vl"}  # its processor refuses pictures of such shapes
 
 

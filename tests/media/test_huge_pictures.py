@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import ALL, build, picture
+from support.models import ALL, build, in_both, picture
 
 import keepsight as ks
 from keepsight.models import huge
@@ -17,7 +17,6 @@ from keepsight.models.families import Family, Pixels, family_of
 
 ROWS = 64
 SIDES = (400, 320)
-DTYPES = (torch.float32, torch.bfloat16)
 # Every listed type whose towers pack patches on a grid.
 PACKED = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"),
@@ -67,8 +66,9 @@ def assert_close(whole: ks.Package, pieces: ks.Package, tolerance: float) -> Non
         assert off < tolerance, (name, off)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), in_both(PACKED, ("qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25"))
+)
 def test_the_features_of_one_pass(kind: str, dtype: torch.dtype) -> None:
     whole, by_rows = both(kind, dtype)
     assert_close(whole, by_rows, 1e-4 if dtype == torch.float32 else 0.05)
@@ -179,18 +179,16 @@ def test_a_picture_larger_than_its_budget(budget: int) -> None:
         assert stats["packages"] == 0 and stats["pixel_bytes"] == 0
 
 
-def test_stats_and_reports_say_what_ran_by_rows() -> None:
+def test_stats_and_reports_say_what_ran_by_rows(vlm: Any) -> None:
     """A small picture, and features that are known, have no note."""
-    model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor) as vlm:
-        assert not vlm.ask(picture(1, 96, 96), "What?", max_new_tokens=1).report.notes
-        assert vlm.stats()["features"]["by_rows"] == 0
-        reply = vlm.ask(picture(3, *SIDES), "What?", max_new_tokens=1)
-        assert reply.report.notes == [f"medium 0: the tower's layers ran {ROWS} rows at a time"]
-        found = vlm.stats()["features"]
-        assert found["by_rows"] == 1 and found["encoded"] == 2
-        again = vlm.ask(picture(3, *SIDES), "And now?", max_new_tokens=1)
-        assert not again.report.notes and vlm.stats()["features"]["by_rows"] == 1
+    assert not vlm.ask(picture(1, 96, 96), "What?", max_new_tokens=1).report.notes
+    assert vlm.stats()["features"]["by_rows"] == 0
+    reply = vlm.ask(picture(3, *SIDES), "What?", max_new_tokens=1)
+    assert reply.report.notes == [f"medium 0: the tower's layers ran {ROWS} rows at a time"]
+    found = vlm.stats()["features"]
+    assert found["by_rows"] == 1 and found["encoded"] == 2
+    again = vlm.ask(picture(3, *SIDES), "And now?", max_new_tokens=1)
+    assert not again.report.notes and vlm.stats()["features"]["by_rows"] == 1
 
 
 def test_a_film_counts_by_what_goes_through_in_one_pass() -> None:

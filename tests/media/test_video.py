@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.films import GLM, IMAGE, KINDS, Script, ask, assert_exact
-from support.models import build, picture
+from support.films import EACH, GLM, IMAGE, Script, ask, assert_exact
+from support.models import picture
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 from keepsight.media.clips import is_rate, open_clip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 def test_videos_are_remembered(kind: str) -> None:
     first = Script(kind).text(1).video(1).text(2)
     turn = first.go_on().text(3)
@@ -98,28 +99,24 @@ def test_clips_with_fields_that_would_be_ignored_are_refused() -> None:
     assert open_clip({"frames": film, "fps": np.float32(2)}, "video").name
 
 
-def test_a_package_with_another_grid_is_another_prompt() -> None:
+def test_a_package_with_another_grid_is_another_prompt(vlm: Any) -> None:
     """Same rows, same claims, another shape or speed: it must not find what the true one left."""
-    model, processor = build("qwen3_vl")
     question = "Please look at this picture very carefully and tell what it is."
-    with ks.wrap(model, processor) as vlm:
-        pack = vlm.encode(picture(3, 160, 96))
-        (t, h, w) = pack.grid["image_grid_thw"][0]
-        turned = dataclasses.replace(pack, grid={"image_grid_thw": [[t, w, h]]})
-        assert h != w
-        true = vlm.ask(pack, question, max_new_tokens=1)
-        other = vlm.ask(turned, question, max_new_tokens=1)
-        start = next(s.start for s in other.report.segments if s.kind == "image")
-        assert (true.usage.cached_tokens, other.usage.cached_tokens) == (0, start)
-        assert vlm.ask(pack, question, max_new_tokens=1).usage.cached_tokens > 0
+    pack = vlm.encode(picture(3, 160, 96))
+    (t, h, w) = pack.grid["image_grid_thw"][0]
+    turned = dataclasses.replace(pack, grid={"image_grid_thw": [[t, w, h]]})
+    assert h != w
+    true = vlm.ask(pack, question, max_new_tokens=1)
+    other = vlm.ask(turned, question, max_new_tokens=1)
+    start = next(s.start for s in other.report.segments if s.kind == "image")
+    assert (true.usage.cached_tokens, other.usage.cached_tokens) == (0, start)
+    assert vlm.ask(pack, question, max_new_tokens=1).usage.cached_tokens > 0
 
 
-def test_a_package_of_another_modality_is_refused_by_name() -> None:
-    model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor) as vlm:
-        pack = dataclasses.replace(vlm.encode(picture(1)), modality="smell")
-        with pytest.raises(ImageError, match="smell"):
-            vlm.ask(pack, "What is it?")
+def test_a_package_of_another_modality_is_refused_by_name(vlm: Any) -> None:
+    pack = dataclasses.replace(vlm.encode(picture(1)), modality="smell")
+    with pytest.raises(ImageError, match="smell"):
+        vlm.ask(pack, "What is it?")
 
 
 def test_a_rate_may_be_any_real_number() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.films import GLM, KINDS, Script, ask, assert_exact
+from support.films import EACH, GLM, Script, ask, assert_exact
 
 import keepsight as ks
 from keepsight.core.pins import delete_images
@@ -44,7 +44,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return grids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 @pytest.mark.parametrize("h", [4, 8])
 def test_a_tower_sees_one_step_of_a_film_at_a_time(kind: str, h: int) -> None:
     """The whole film in one pass gives what its steps give, in passes of their own: bit for bit
@@ -103,7 +103,7 @@ def assert_as_fresh(vlm: Any, script: Script) -> Any:
     return warm.usage
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EACH)
 def test_a_film_that_grows_prefills_its_new_steps(kind: str) -> None:
     least = 1 if kind in ("qwen2_vl", "qwen2_5_vl", *GLM) else 2  # else one step has no time
     one, short, long = (film(kind, list(range(1, count + 1))) for count in (least, 3, 5))

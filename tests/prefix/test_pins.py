@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.model_parts import picture
+from support.models import demo_parts
 
 import keepsight as ks
 from keepsight import Together
@@ -26,7 +27,7 @@ def name(request: Any) -> str:
 
 
 def load(name: str, **options: Any) -> Any:
-    return ks.load(name, dtype="float32", **options)
+    return ks.wrap(*demo_parts(name), **options)
 
 
 def conversation(seed: int) -> list[Any]:

@@ -46,17 +46,15 @@ def test_text_behind_a_prompt_counts_on(kind: str) -> None:
             prompt = longer(prompt, more[: chance.randrange(10)])
 
 
-def test_what_is_not_text_behind_the_same_prompt_is_placed_anew() -> None:
-    model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor) as vlm:
-        family: Any = vlm.runtime.family
+def test_what_is_not_text_behind_the_same_prompt_is_placed_anew(vlm: Any) -> None:
+    family: Any = vlm.runtime.family
 
-        def talk(*images: int, text: str = "?") -> Prompt:
-            parts = [{"type": "image", "image": picture(n, 64, 64 + 32 * n)} for n in images]
-            said = [{"type": "text", "text": text}]
-            return vlm.render([{"role": "user", "content": [*parts, *said]}], generate=False)
+    def talk(*images: int, text: str = "?") -> Prompt:
+        parts = [{"type": "image", "image": picture(n, 64, 64 + 32 * n)} for n in images]
+        said = [{"type": "text", "text": text}]
+        return vlm.render([{"role": "user", "content": [*parts, *said]}], generate=False)
 
-        before = place(family, talk(0), None)
-        for other in (talk(1), talk(0, 1), talk(), talk(0, text="! and more")):
-            found = place(family, other, before).positions
-            assert torch.equal(found, family.positions(other.ids, other.types, other.grids))
+    before = place(family, talk(0), None)
+    for other in (talk(1), talk(0, 1), talk(), talk(0, text="! and more")):
+        found = place(family, other, before).positions
+        assert torch.equal(found, family.positions(other.ids, other.types, other.grids))

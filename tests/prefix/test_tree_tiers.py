@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 from support.fake_paths import (
     begun,
@@ -399,7 +400,13 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTiers = TierMachine.TestCase
-TestTiers.settings = bounded(150, stateful_step_count=40, phases=[Phase.generate])
+TestTiers.settings = bounded(50, stateful_step_count=40, phases=[Phase.generate])
+
+
+@pytest.mark.slow
+def test_more_of_the_same() -> None:
+    how = bounded(500, stateful_step_count=60, phases=[Phase.generate])
+    run_state_machine_as_test(TierMachine, settings=how)
 
 
 # -- two tiers of memory -----------------------------------------------------------------------

@@ -38,18 +38,18 @@ def spoil(given: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_session_keeps_what_it_was_given(demo: Any, tmp_path: Path, form: str) -> None:
+def test_a_session_keeps_what_it_was_given(dense: Any, tmp_path: Path, form: str) -> None:
     picture(1).save(tmp_path / "a.png")
     given = FORMS[form](tmp_path / "a.png")
-    chat = demo.session()
+    chat = dense.session()
     first = chat.ask("What is it?", given, max_new_tokens=4)
     chat.save(tmp_path / "talk.keep")
     spoil(given)
-    demo.clear()
+    dense.clear()
     assert chat.regenerate(max_new_tokens=4).tokens == first.tokens
-    assert demo.stats()["features"]["session_bytes"] > 0
+    assert dense.stats()["features"]["session_bytes"] > 0
     with ks.wrap(*build("qwen2_5_vl")) as other:  # other weights, another processor
-        resumed = demo.resume(tmp_path / "talk.keep")
+        resumed = dense.resume(tmp_path / "talk.keep")
         for messages in (chat.messages, resumed.messages):
             reply = other.chat(messages[:1], max_new_tokens=4)
             with ks.wrap(other.model, other.processor) as fresh:
@@ -62,12 +62,12 @@ def test_a_session_keeps_what_it_was_given(demo: Any, tmp_path: Path, form: str)
     assert (tmp_path / "again.keep").stat().st_size == (tmp_path / "talk.keep").stat().st_size
 
 
-def test_a_prefix_keeps_what_it_was_given_and_says_so(demo: Any, tmp_path: Path) -> None:
+def test_a_prefix_keeps_what_it_was_given_and_says_so(dense: Any, tmp_path: Path) -> None:
     path = save(picture(1), tmp_path / "a.png")
-    with demo.prefix([turn("Look!", path)]) as prefix:
+    with dense.prefix([turn("Look!", path)]) as prefix:
         first = prefix.ask("What is it?", max_new_tokens=4)
         path.unlink()
-        demo.clear()
+        dense.clear()
         again = prefix.ask("What is it?", max_new_tokens=4)
     assert again.tokens == first.tokens and again.usage.images_encoded == 1
     assert again.report.notes == [f"kept as first seen, and not read again: {path}"]
@@ -79,40 +79,40 @@ def save(image: Image.Image, path: Path) -> Path:
 
 
 def test_a_session_reads_a_picture_without_the_models_lock(
-    demo: Any, monkeypatch: pytest.MonkeyPatch
+    dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow address holds up nobody else's answer."""
     held: list[bool] = []
 
     def slow(url: str, known: Any = None) -> Download:
-        held.append(demo.runtime.lock.held)
+        held.append(dense.runtime.lock.held)
         return Download(encoded(picture(1)), {})
 
     monkeypatch.setattr("keepsight.media.caches.download", slow)
-    reply = demo.session().ask("What is it?", "http://slow.example/a.png", max_new_tokens=1)
+    reply = dense.session().ask("What is it?", "http://slow.example/a.png", max_new_tokens=1)
     assert reply.usage.images == 1 and held == [False]
 
 
-def test_what_sessions_keep_is_counted_under_a_budget(demo: Any, tmp_path: Path) -> None:
-    kept = demo.runtime.caches.kept
+def test_what_sessions_keep_is_counted_under_a_budget(dense: Any, tmp_path: Path) -> None:
+    kept = dense.runtime.caches.kept
     before = kept.bytes_of(None)
     files = [save(picture(n), tmp_path / f"{n}.png") for n in range(3)]
     sizes = [len(file.read_bytes()) for file in files]
     kept.budget = before + sizes[1] + sizes[2]
-    chat = demo.session()
+    chat = dense.session()
     for file in files:
         chat.ask("What is it?", file, max_new_tokens=1)
     assert kept.bytes_of(None) == before + sizes[1] + sizes[2]
-    demo.clear()
+    dense.clear()
     chat.regenerate(max_new_tokens=1)  # the oldest is read from its file again
     files[0].unlink()
-    demo.clear()
+    dense.clear()
     with pytest.raises(ImageError, match="0.png"):
         chat.regenerate(max_new_tokens=1)
     chat.messages = chat.messages[2:]
     assert chat.regenerate(max_new_tokens=1).usage.images == 2
     chat.messages = []
-    demo.clear()
+    dense.clear()
     gc.collect()
     assert kept.bytes_of(None) == before
 

@@ -72,29 +72,27 @@ def test_a_query_alone_stands_behind_the_prefix(kind: str) -> None:
             prefix.generate(**alone, position_ids=torch.arange(start)[None], **HOW)
 
 
-def test_held_while_it_lives_and_prepared_again_when_forgotten() -> None:
-    model, processor = build("qwen3_vl")
-    with ks.wrap(model, processor) as vlm:
-        prefix = vlm.prefix(SHOWN)
+def test_held_while_it_lives_and_prepared_again_when_forgotten(vlm: Any) -> None:
+    prefix = vlm.prefix(SHOWN)
+    vlm.runtime.tree.evict(1 << 40)
+    vlm.runtime.check()
+    assert prefix.ask("Where?", **HOW).usage.cached_tokens >= prefix.tokens - 1
+    vlm.clear()
+    first = prefix.ask("Where?", **HOW)
+    assert (first.usage.cached_tokens, first.usage.images_encoded) == (0, 1)
+    assert prefix.ask("Why?", **HOW).usage.cached_tokens >= prefix.tokens - 1
+    other = vlm.prefix(SHOWN)
+    other.close()
+    vlm.runtime.tree.evict(1 << 40)
+    assert prefix.ask("Why?", **HOW).usage.cached_tokens >= prefix.tokens - 1
+    with pytest.raises(InputError, match="closed"):
+        other.ask("Why?", **HOW)
+    del prefix, other
+    vlm.stats(), vlm.runtime.refresh()
+    with vlm.runtime.lock:
         vlm.runtime.tree.evict(1 << 40)
-        vlm.runtime.check()
-        assert prefix.ask("Where?", **HOW).usage.cached_tokens >= prefix.tokens - 1
-        vlm.clear()
-        first = prefix.ask("Where?", **HOW)
-        assert (first.usage.cached_tokens, first.usage.images_encoded) == (0, 1)
-        assert prefix.ask("Why?", **HOW).usage.cached_tokens >= prefix.tokens - 1
-        other = vlm.prefix(SHOWN)
-        other.close()
-        vlm.runtime.tree.evict(1 << 40)
-        assert prefix.ask("Why?", **HOW).usage.cached_tokens >= prefix.tokens - 1
-        with pytest.raises(InputError, match="closed"):
-            other.ask("Why?", **HOW)
-        del prefix, other
-        vlm.stats(), vlm.runtime.refresh()
-        with vlm.runtime.lock:
-            vlm.runtime.tree.evict(1 << 40)
-            assert vlm.runtime.tree.device.nbytes == 0
-        vlm.runtime.check()
+        assert vlm.runtime.tree.device.nbytes == 0
+    vlm.runtime.check()
 
 
 def test_a_deleted_picture_is_gone_while_a_prefix_is_open() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from support.models import build, picture, stock_inputs, turn
+from support.models import build, in_both, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.errors import InputError, UnsupportedInput
@@ -21,10 +20,12 @@ def embedded(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "llava", "gemma3", "internvl"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_answer_is_that_of_the_ids(kind: str, dtype: str) -> None:
-    model, processor = build(kind, getattr(torch, dtype))
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    in_both(["qwen3_vl", "qwen2_5_vl", "llava", "gemma3", "internvl"], ["qwen3_vl", "gemma3"]),
+)
+def test_the_answer_is_that_of_the_ids(kind: str, dtype: torch.dtype) -> None:
+    model, processor = build(kind, dtype)
     asked = stock_inputs(processor, [turn("What is it?", picture(1), picture(2))])
     how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
     how["return_dict_in_generate"] = True
@@ -59,7 +60,6 @@ def test_what_is_no_embedding_of_a_token_is_refused_by_name() -> None:
 
 def test_tokens_of_one_embedding_are_placeholders_where_one_is() -> None:
     model, processor = build("qwen3_vl")
-    model = copy.deepcopy(model)
     asked = stock_inputs(processor, [turn("What is it?", picture(1))])
     with torch.no_grad():
         table = model.get_input_embeddings().weight

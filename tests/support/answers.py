@@ -11,23 +11,28 @@ from support.models import picture, stock_inputs, turn
 
 
 class Catch:
-    """A logits processor that keeps what it saw first."""
+    """A logits processor that keeps what it sees: of each step the tokens before it, and scores."""
 
     def __init__(self) -> None:
-        self.seen: torch.Tensor | None = None
+        self.tokens: list[list[int]] = []
+        self.rows: list[torch.Tensor] = []
+
+    @property
+    def seen(self) -> torch.Tensor | None:
+        """The first scores."""
+        return self.rows[0] if self.rows else None
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.seen is None:
-            self.seen = scores.clone()
+        self.tokens.append(ids[0].tolist())
+        self.rows.append(scores.clone())
         return scores
 
 
-def logits(vlm: Any, messages: list[Any], **options: Any) -> torch.Tensor:
+def logits(vlm: Any, messages: list[Any], max_new_tokens: int = 2, **options: Any) -> torch.Tensor:
     """The logits behind the prompt, through the public call."""
     catch = Catch()
-    vlm.chat(messages, max_new_tokens=2, logits_processor=[catch], **options)
-    assert catch.seen is not None
-    return catch.seen
+    vlm.chat(messages, max_new_tokens=max_new_tokens, logits_processor=[catch], **options)
+    return catch.rows[0]
 
 
 def cold(vlm: Any, messages: list[Any]) -> torch.Tensor:

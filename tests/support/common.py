@@ -6,6 +6,7 @@ A broken promise is an `AssertionError` that names it; pytest shows its text.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
@@ -28,6 +29,14 @@ def same_tensors(one: Tensors, two: Tensors) -> bool:
         tensor.dtype == two[name].dtype and torch.equal(tensor, two[name])
         for name, tensor in one.items()
     )
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for what other threads are about to bring about."""
+    end = time.monotonic() + 60
+    while not holds():
+        expect(time.monotonic() < end, "it comes about within a minute")
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -32,8 +32,19 @@ def ids_of(vlm: ks.VLM, count: int, seed: int = 0) -> torch.Tensor:
 def logits_of(vlm: ks.VLM, ids: torch.Tensor) -> torch.Tensor:
     catch = Catch()
     vlm.generate(input_ids=ids, max_new_tokens=1, logits_processor=[catch])
-    assert catch.seen is not None
-    return catch.seen
+    return catch.rows[0]
+
+
+def assert_bits(vlm: ks.VLM) -> None:
+    engine = vlm.stats()["engine"]
+    assert engine["exactness"] == "bits", engine["rounding_because"]
+
+
+def why_rounding(vlm: ks.VLM) -> str:
+    """Why answers are equal to rounding only, as they must be."""
+    engine = vlm.stats()["engine"]
+    assert engine["exactness"] == "rounding"
+    return str(engine["rounding_because"])
 
 
 def rows(vlm: ks.VLM) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import keepsight as ks
@@ -17,6 +18,9 @@ KINDS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("cosmos3_omni", *GLM),
 )
+# Films are laid out by these as by another one; what differs is the decoder.
+AGAIN = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "glm46v")
+EACH = [pytest.param(k, marks=[pytest.mark.slow] if k in AGAIN else []) for k in KINDS]
 
 
 class Script:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from keepsight.models import loading
 from support import FamilyTests
 from support.model_parts import TEMPLATE, picture, wake
 from support.tiny_models import BUILDERS as ALL
@@ -24,6 +25,7 @@ __all__ = [
     "ALL",
     "TEMPLATE",
     "build",
+    "demo_parts",
     "folder_of",
     "in_both",
     "picture",
@@ -42,6 +44,14 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 @functools.cache
 def _first(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return built(ALL[kind], dtype)
+
+
+@functools.cache
+def demo_parts(name: str) -> tuple[Any, Any]:
+    """A demo model in float32 and its processor, loaded once: not the caller's to change."""
+    path = loading.model_path(name)
+    model = loading.load_named(path, "float32", None, None)[0]
+    return model, loading.load_processor(path, None)
 
 
 def suite_of(kind: str, **own: Any) -> type[FamilyTests]:

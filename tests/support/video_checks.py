@@ -1,4 +1,4 @@
-"""Videos through the real video processors; run by `test_video_files.py` in a process of its own.
+"""Videos through the real video processors; run by `test_video_files.py` in a pytest of its own.
 
 Upstream's video processors need torchvision. The one that installs beside a CPU torch imports only
 after two of its operators are declared, and then changes which image processors Transformers picks:
@@ -9,32 +9,25 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import tempfile
 import threading
 import time
 from dataclasses import replace
 from typing import Any
 
+import av
+import numpy as np
+import pytest
 import torch
+import transformers
 
-BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-for name in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{name}", BOXES)
-sys.path.insert(0, sys.argv[1])
-
-import av  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import transformers  # noqa: E402
-
-import keepsight as ks  # noqa: E402
-from keepsight.errors import ImageError, InputError  # noqa: E402
-from keepsight.media.video_files import VideoFile, chooser  # noqa: E402
-from keepsight.models import loading  # noqa: E402
-from keepsight.models.partial_processor import partial_processor  # noqa: E402
-from support.model_parts import TEMPLATE  # noqa: E402
-from support.models import build, picture  # noqa: E402
+import keepsight as ks
+from keepsight.errors import ImageError, InputError
+from keepsight.media.video_files import VideoFile, chooser
+from keepsight.models import loading
+from keepsight.models.partial_processor import partial_processor
+from support.model_parts import TEMPLATE
+from support.models import build, picture
 
 # What the templates write for an image and for a video.
 VIDEO_WORDS = {
@@ -49,6 +42,10 @@ VIDEO_WORDS = {
     ),
 }
 VIDEO_WORDS["glm46"] = VIDEO_WORDS["glm4v"]
+# Each video processor; the others are of models that have one of these.
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_vl", "qwen3_5")]
+EACH = pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v", "glm46v", *SLOW])
+SOME = pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm46v"])
 GLM_SIZE = {"shortest_edge": 2 * 16 * 28 * 28, "longest_edge": 12 * 64 * 28 * 28}
 SIZE = {"shortest_edge": 32 * 32 * 8, "longest_edge": 128 * 128 * 64}
 
@@ -115,7 +112,8 @@ def ask(owner: Any, inputs: dict[str, Any]) -> Any:
     )
 
 
-def check(kind: str) -> None:
+@EACH
+def test_messages_are_answered_as_by_stock(kind: str) -> None:
     """Messages give stock's ids and stock's logits; features are made once."""
     model, processor = parts(kind)
     a, b = ({"frames": frames(s), "fps": 2.0} for s in (1, 2))
@@ -151,7 +149,8 @@ def chat(vlm: Any, film: Any) -> Any:
     return vlm.chat(about(film), max_new_tokens=3)
 
 
-def check_grown(kind: str) -> None:
+@SOME
+def test_a_film_that_grows(kind: str) -> None:
     """A film that grows is prefilled from its first new step on; its package is the same film."""
     model, processor = parts(kind)
     film = frames(1, 10)
@@ -170,7 +169,7 @@ def check_grown(kind: str) -> None:
         assert chat(vlm, forged).usage.cached_tokens <= before, kind
 
 
-def check_file() -> None:
+def test_a_file() -> None:
     """A video file is decoded with its own rate, and named by its frames."""
     model, processor = parts("qwen3_vl")
     data = io.BytesIO()
@@ -191,7 +190,8 @@ def check_file() -> None:
             vlm.chat(messages)
 
 
-def check_sampled(kind: str) -> None:
+@SOME
+def test_frames_of_a_file_are_chosen(kind: str) -> None:
     """Of a file only the frames that the processor would choose are held; the same features."""
     model, processor = parts(kind)
     processor.video_processor.do_sample_frames = True
@@ -214,9 +214,9 @@ def check_sampled(kind: str) -> None:
         assert file.layout == whole.layout, kind
 
 
-def check_watched(kind: str) -> None:
+def test_a_film_that_is_watched() -> None:
     """Frames are read and prefilled while a question may come at any time."""
-    model, processor = parts(kind)
+    model, processor = parts("qwen2_5_vl")
     film, gate = frames(1, 12), threading.Event()
 
     def camera() -> Any:
@@ -235,12 +235,12 @@ def check_watched(kind: str) -> None:
             reply = watch.ask("And now?", max_new_tokens=3)
         assert "unplugged" in str(watch.error) and "ended early" in str(reply.report.notes)
         known = vlm.encode({"type": "video", "video": {"frames": film[:6], "fps": 2.0}}).tokens
-        assert reply.usage.cached_tokens > known, (kind, reply.usage)
+        assert reply.usage.cached_tokens > known, reply.usage
         roles = [message["role"] for message in session.messages]
         assert roles == ["system", *["user", "assistant"] * 2]
         with ks.wrap(model, processor) as fresh:
             again = fresh.chat(session.messages[:-1], max_new_tokens=3)
-            assert again.tokens == reply.tokens and first.tokens, kind
+            assert again.tokens == reply.tokens and first.tokens
         thanks = session.ask("Thank you.", videos={"frames": film[:4]}, max_new_tokens=2)
         assert thanks.usage.images == 2
         with vlm.session().watch(iter(film), fps=2.0, budget=8) as window:
@@ -261,7 +261,7 @@ def check_watched(kind: str) -> None:
                 missing.ask("What?")
 
 
-def check_films_in_a_conversation() -> None:
+def test_films_in_a_conversation() -> None:
     """A film stands where it was first asked about, and takes no place of another medium."""
     model, processor = parts("qwen3_vl")
     film = frames(1, 6)
@@ -290,7 +290,7 @@ def check_films_in_a_conversation() -> None:
             assert media(session) == ["image", "video"]
 
 
-def check_watched_by_mistake() -> None:
+def test_what_is_watched_by_mistake() -> None:
     """What cannot be watched is refused in words, and a source that ends says why."""
     model, processor = parts("qwen3_vl")
     film = frames(1, 4)
@@ -322,7 +322,7 @@ def check_watched_by_mistake() -> None:
             vlm.encode({"type": "video", "video": film[:1]})
 
 
-def check_a_film_that_nobody_watches() -> None:
+def test_a_film_that_nobody_watches() -> None:
     ended, film = threading.Event(), frames(1, 2)
 
     def camera() -> Any:
@@ -344,7 +344,7 @@ def check_a_film_that_nobody_watches() -> None:
             assert not thread.is_alive()
 
 
-def check_saved() -> None:
+def test_what_was_saved_without_torchvision() -> None:
     """What was saved where torchvision was missing loads whole where it is not."""
     path = loading.model_path("demo")
     with tempfile.TemporaryDirectory() as folder:
@@ -357,17 +357,3 @@ def check_saved() -> None:
         *(p.video_processor([clip]).values() for p in (saved, stock)), strict=True
     ):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-check_saved()
-for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"):
-    check(kind)
-for kind in ("qwen2_5_vl", "qwen3_vl", "glm46v"):
-    check_grown(kind)
-    check_sampled(kind)
-check_watched("qwen2_5_vl")
-check_films_in_a_conversation()
-check_a_film_that_nobody_watches()
-check_watched_by_mistake()
-check_file()
-sys.stdout.write("videos are as stock sees them\n")
