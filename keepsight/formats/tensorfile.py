@@ -21,7 +21,7 @@ import itertools
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # a record is read without PyTorch
 
 Where = Path | str
 MAX_HEADER = 64 << 20
+_HEAD = 64 << 10  # bytes within which the record of a file usually ends
 _LARGE = 2 << 20  # size of a huge page
 _MAX_DIMENSIONS = 64
 _KEY = "keepsight"
@@ -144,14 +145,13 @@ def read_record(path: Path) -> Record:
     return _record(header.get("__metadata__"), path, None, None)
 
 
-def parse_record(
-    data: bytes, size: int, where: str, kind: str | None = None, version: int | None = None
-) -> Record | int:
-    """The record alone from a file's first bytes, or the number of bytes it needs."""
-    if len(data) < size:
-        needed = 8 + int.from_bytes(data[:8], "little") if len(data) >= 8 else 8
-        if len(data) < needed <= min(size, 8 + MAX_HEADER):
-            return needed
+def fetch_record(fetch: Callable[[int], bytes], where: str, kind: str, version: int) -> Record:
+    """The record alone, where `fetch` gives as many first bytes as are asked for."""
+    data = fetch(asked := _HEAD)
+    needed = 8 + int.from_bytes(data[:8], "little")
+    if len(data) == asked < needed <= 8 + MAX_HEADER:
+        data = fetch(asked := needed)
+    size = len(data) if len(data) < asked else 1 << 62  # a shorter answer is the whole file
     header, _ = _header(io.BytesIO(data), size, where)
     return _record(header.get("__metadata__"), where, kind, version)
 

@@ -307,21 +307,14 @@ class Disk(Writer):
             return sum(self._index.remove(index.of_image(tenant, image)).values())
         gone = self._index.remove(of_tenant(tenant) if names is None else list(names))
         if names is None:
-            self._sweep(tenant, 0.0)
+            self._files.sweep(tenant, 0.0)
         return sum(gone.values())
 
     def gc(self, tenant: str | None, budget: int) -> int:
         self.catch_up()
         gone = self._evict(of_tenant(tenant), budget)
-        self._sweep(tenant, _WEEK)
+        self._files.sweep(tenant, _WEEK)
         return sum(gone.values())
-
-    def _sweep(self, tenant: str | None, age: float) -> None:
-        for whose in self._tenants(tenant):
-            self._files.sweep(whose, age)
-
-    def _tenants(self, tenant: str | None) -> list[str]:
-        return self._files.tenants() if tenant is None else [tenant]
 
     def stats(self, tenant: str | None, whose: str | None, wait: float) -> Record:
         """Entries and bytes per kind, from the index; counts since it was opened."""
@@ -353,14 +346,13 @@ class Disk(Writer):
         if not self._index.is_store():
             return found
         rows: list[str] = []  # what is wrong in the index
-        for whose in self._tenants(tenant):
-            for place in self._places(whose):
-                try:
-                    rows += self._check_file(place, repair)
-                except (FileError, OSError) as error:
-                    found.append(
-                        str(error) if isinstance(error, FileError) else f"{place}: {error}"
-                    )
+        for place in self._places(tenant):
+            try:
+                rows += self._check_file(place, repair)
+            except FileError as error:
+                found.append(str(error))
+            except OSError as error:
+                found.append(f"{place}: {error}")
         rows += self._check_rows(tenant)
         if repair and rows:
             self._index.delete()
@@ -371,11 +363,11 @@ class Disk(Writer):
             if repair:
                 self._index.remove([name])
         if repair:
-            self._sweep(tenant, _WEEK)
+            self._files.sweep(tenant, _WEEK)
         return found
 
-    def _places(self, tenant: str) -> Iterator[str]:
-        """What lies where a tenant's entries lie."""
+    def _places(self, tenant: str | None) -> Iterator[str]:
+        """What lies where entries lie."""
         for shard in self._files.shards(tenant):
             for last in self._files.names(shard):
                 if not last.startswith(PART) and not last.endswith(DAMAGED):

@@ -195,11 +195,12 @@ class Folder:
         """The digests of all tenants that have a folder, and the default tenant."""
         return ["", *filter(layout.is_tenant, self.names("tenants"))]
 
-    def shards(self, tenant: str) -> Iterator[str]:
-        """The folders in which a tenant's entries are."""
-        for kind in layout.KINDS:
-            above = f"{layout.tenant_prefix(tenant)}{kind}"
-            yield from (f"{above}/{shard}" for shard in self.names(above))
+    def shards(self, tenant: str | None) -> Iterator[str]:
+        """The folders in which the entries of a tenant are, or of all."""
+        for whose in self.tenants() if tenant is None else [tenant]:
+            for kind in layout.KINDS:
+                above = f"{layout.tenant_prefix(whose)}{kind}"
+                yield from (f"{above}/{shard}" for shard in self.names(above))
 
     def pins(self) -> Iterator[EntryName]:
         """Every pin. It is a small file, so that it outlives the index."""
@@ -210,7 +211,7 @@ class Folder:
                     if layout.is_name(kind, key):
                         yield EntryName(kind, key, tenant)
 
-    def sweep(self, tenant: str, age: float) -> None:
+    def sweep(self, tenant: str | None, age: float) -> None:
         """Remove what was set aside at least this long ago, and what killed writers left."""
         for shard in self.shards(tenant):
             for last in self.names(shard):

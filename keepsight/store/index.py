@@ -372,12 +372,11 @@ class Index:
         does it in another."""
         base.execute(f"PRAGMA wal_autocheckpoint = {_FILLING}")
         try:
-            for tenant in self.files.tenants():
-                for shard in self.files.shards(tenant):
-                    with _transaction(base):
-                        there = [layout.parse(f"{shard}/{n}") for n in self.files.names(shard)]
-                        new = [name for name in there if name and row(base, name) is None]
-                        put(base, filter(None, map(self.files.entry, new)))
+            for shard in self.files.shards(None):
+                with _transaction(base):
+                    there = [layout.parse(f"{shard}/{n}") for n in self.files.names(shard)]
+                    new = [name for name in there if name and row(base, name) is None]
+                    put(base, filter(None, map(self.files.entry, new)))
         except OSError as error:  # half a walk is not taken for all
             raise StoreError(f"{self.files.root} cannot be read: {error}") from error
         with _transaction(base):

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 # These protocols write whole objects; a sibling and a rename would only cost a second copy.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "oci", "memory"}
 _ABSENT = FileNotFoundError, NotADirectoryError, IsADirectoryError
-_HEAD = 64 << 10  # bytes within which the record of a file usually ends
 _MOST = 200_000  # names kept in memory
 _SURE, _DOUBTFUL = 600.0, 5.0  # seconds for which "present" and "absent" are believed
 T = TypeVar("T")
@@ -232,9 +232,15 @@ class Remote(Writer):
         return {name: it for name, it in zip(names, found, strict=True) if it is not None}
 
     def _read_one(self, name: EntryName) -> Found | None:
-        if self._seen.find(name) == (True, None):
-            return None
-        return self._asked(lambda: self._fetched(name, self._whole))
+        def read() -> Found | None:
+            try:
+                return self._fetched(name, self._whole)
+            except WrongFormatVersion as error:
+                # Another version's entry is intact, and somebody may still want it.
+                logger.warning("%s; left as it is", error)
+                return None
+
+        return None if self._seen.find(name) == (True, None) else self._asked(read)
 
     def _asked(self, ask: Callable[[], T]) -> T | None:
         """The result of a call to the address; None on any failure."""
@@ -243,11 +249,8 @@ class Remote(Writer):
         answer = None
         try:
             answer = ask()
-        except WrongFormatVersion as error:
-            # Another version's entry is intact, and somebody may still want it.
-            logger.warning("%s; left as it is", error)
-        except _ABSENT:
-            pass
+        except (WrongFormatVersion, *_ABSENT):
+            pass  # an entry of another version is unusable here, and not to be replaced
         except Exception as error:
             self.reads.failed(error)
             return None
@@ -294,15 +297,8 @@ class Remote(Writer):
         if name.kind in layout.NOTES:
             return self._whole(name)
         place = layout.place(*name)
-        where = f"{self.label}/{place}"
-        data = self._link.read(place, 0, _HEAD)
-        size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter answer is the whole object
-        kind = name.kind, layout.FORMAT
-        record = tensorfile.parse_record(data, size, where, *kind)
-        if isinstance(record, int):
-            record = tensorfile.parse_record(self._link.read(place, 0, record), size, where, *kind)
-        if isinstance(record, int):
-            raise DamagedFile(f"{where}: its record is longer than it says")
+        where, head = f"{self.label}/{place}", partial(self._link.read, place, 0)
+        record = tensorfile.fetch_record(head, where, name.kind, layout.FORMAT)
         return layout.of_its_name(name, ({}, record), where)
 
     def reject(self, name: EntryName, why: str) -> None:
@@ -316,8 +312,10 @@ class Remote(Writer):
         """The newest dependents of an entry, from the names of empty objects beside them."""
 
         def header(key: str) -> Found | None:
+            name = EntryName(kind, key, tenant)
             with contextlib.suppress(WrongFormatVersion):
-                return self._fetched(EntryName(kind, key, tenant), self._header)
+                if self._seen.find(name) != (True, None):
+                    return self._fetched(name, self._header)
             return None
 
         def find() -> Below:

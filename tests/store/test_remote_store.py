@@ -187,6 +187,21 @@ def test_putting_waits_for_no_line(store: RemoteStore) -> None:
     store.flush()
 
 
+def test_a_record_of_any_length_is_read_without_its_tensors(store: RemoteStore) -> None:
+    """In one call, or two where it is long; half of it is no record."""
+    tensors = {"a": torch.zeros(200_000)}
+    for number, length in ((1, 10), (2, 300_000)):
+        store.put("package", KEYS[number], tensors, {"text": "x" * length})
+    store.flush()
+    for number, calls, part in ((1, 1, 100), (2, 2, 100_000)):
+        other = RemoteStore(ADDRESS)
+        Line.calls.clear()
+        assert other.has("package", KEYS[number]) and Line.calls == {"cat_file": calls}
+        place = layout.place("package", KEYS[number])
+        poke(place, objects()[place][:part])
+        assert not RemoteStore(ADDRESS).has("package", KEYS[number])
+
+
 # -- a line that fails ---------------------------------------------------------------------------
 
 
@@ -352,7 +367,9 @@ def test_hostile_names_are_passed_over(store: RemoteStore, tmp_path: Path) -> No
     assert set(tmp_path.parent.rglob("*")) == before
 
 
-def test_another_versions_entries_are_left_alone(store: RemoteStore) -> None:
+def test_another_versions_entries_are_left_alone(
+    store: RemoteStore, caplog: pytest.LogCaptureFixture
+) -> None:
     put(store, 1)
     store.flush()
     name = layout.place("package", KEYS[1])
@@ -367,6 +384,7 @@ def test_another_versions_entries_are_left_alone(store: RemoteStore) -> None:
         put(other, 1)
         other.flush()
     assert objects() == before
+    assert len(caplog.records) == 2, "told where it is read"
 
 
 def test_another_versions_store_is_refused_by_name(store: RemoteStore) -> None:
