@@ -23,8 +23,9 @@ FORMAT = 1
 
 def run(typed: list[str], asked: Asked, out: Path | None = None, as_json: bool = False) -> int:
     """Run the benchmark; 1 if an answer was wrong."""
-    path = asked.model or "-"
-    told = [word.replace(path, Path(path).name) for word in typed if word != "--json"]
+    told = [word for word in typed if word != "--json"]
+    if asked.model is not None:
+        told = [word.replace(asked.model, Path(asked.model).name) for word in told]
     result: Record = {
         "benchmark": "keepsight",
         "format": FORMAT,

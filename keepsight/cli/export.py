@@ -13,7 +13,6 @@ from keepsight.cli.options import JSON, MODEL, REVISION, Named, one_model, optio
 from keepsight.cli.terminal import hush, say, tell
 from keepsight.errors import InputError
 from keepsight.kinds import Options
-from keepsight.system.places import check_new_folder, expanded
 from keepsight.system.words import check_export_words
 
 
@@ -32,11 +31,9 @@ def export(
     if named is None and model is None:
         raise InputError("which model? write: keepsight export MODEL --to FOLDER")
     check_export_words(runtime, quantised)
-    try:
-        check_new_folder(expanded(to))
-    except OSError as error:
-        why = error.strerror or error
-        raise InputError(f"{to} cannot be written: {why}; name another folder with --to") from error
+    from keepsight.export.graphs.target import check_target  # start-up time
+
+    check_target(to)
     name = one_model(named, model)
     start = time.perf_counter()
     with _ending_tidily() as go_on:

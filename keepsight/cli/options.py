@@ -316,6 +316,7 @@ def load(
     """Load the model that the options name, with a progress line on a terminal."""
     check_model(model)
     check_how(model, options.get("runtime"), options.get("weights"), store)
+    check_limits(min_pixels, max_pixels)
     with loading_line(model):
         import keepsight as ks
 
@@ -337,6 +338,12 @@ def load(
     return vlm
 
 
+def check_limits(least: int | None, most: int | None) -> None:
+    """Refuse a least number of pixels above the most."""
+    if least is not None and most is not None and least > most:
+        raise InputError(f"--min-pixels {least} is more than --max-pixels {most}")
+
+
 def pixel_limits(model: str, least: int | None, most: int | None) -> Options | None:
     """Pixel limits as Qwen's image processors want them; other processors use other options."""
     if least is None and most is None:
@@ -352,8 +359,7 @@ def pixel_limits(model: str, least: int | None, most: int | None) -> Options | N
         )
     least = processor.size["shortest_edge"] if least is None else least
     most = processor.size["longest_edge"] if most is None else most
-    if least > most:
-        raise InputError(f"--min-pixels {least} is more than --max-pixels {most}")
+    check_limits(least, most)
     return {"size": {"shortest_edge": least, "longest_edge": most}}
 
 

@@ -184,7 +184,8 @@ def test_options_are_known_names_and_a_quick_run_is_short() -> None:
 
 def test_a_model_of_ones_own_is_measured_and_its_folder_not_told(tmp_path: Path) -> None:
     path, told = str(checkpoint("qwen3_vl", "tiny", tmp_path)), tmp_path / "told.json"
-    argv = [path, "--scale", "smoke", "--workload", "W1", "--turns", "2", "--repetitions", "1"]
+    argv = [f"--model={path}", "--scale", "smoke", "--workload", "W1"]
+    argv += ["--turns", "2", "--repetitions", "1"]
     command("bench", *argv, "--out", str(told))
     assert str(tmp_path) not in told.read_text()
     assert json.loads(told.read_text())["runs"][0]["shape"] == Path(path).name

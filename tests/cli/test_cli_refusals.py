@@ -66,6 +66,7 @@ ask Hi --device gpu:0                     | no device 'gpu:0'; did you mean 'cud
 ask Hi --device-map gpu0                  | no device 'gpu0'; did you mean 'cuda:0'?
 ask Hi --device CPU                       | did you mean 'cpu'?
 ask Hi --runtime onx                      | did you mean 'onnx'?
+ask p.png Hi --min-pixels 9 --max-pixels 8 | --min-pixels 9 is more than --max-pixels 8
 ask Hi --weights int5                     | int5
 ask Hi --weights int8 --runtime onnx      | name one with store=
 ask Hi -m demo-hybird                     | did you mean demo-hybrid?
@@ -166,6 +167,7 @@ encode p.png --to s --ray --files         | leave out --files
 export demo                               | --to
 export --to x                             | which model?
 export demo --to .                        | . is there already
+export demo --to p.png/below              | p.png/below cannot be written: Not a directory; name
 export demo --to new --quant int5         | --quant int5 is not known
 export demo --to new --format onx         | did you mean 'onnx'?
 export demo --to new --formt onnx         | --format
@@ -265,13 +267,12 @@ def test_what_is_wrong_is_said_on_one_line_before_pytorch_is_imported(tmp_path: 
 # What only PyTorch, a model or its processor knows.
 LATER = """
 ask p.png Hi --device nonsense                      | there is no device 'nonsense'; name cpu, cuda
-ask p.png Hi --min-pixels 9999 --max-pixels 99      | --min-pixels 9999
 ask p.png Hi --json-schema '{"not": {}}'            | --json-schema: it cannot be enforced
 ask p.png Hi --regex (                              | --regex: it cannot be enforced
+ask p.png Hi --max-pixels 99                        | is more than --max-pixels 99
 ask --batch not.jsonl --out o --choices a,b         | line 1: response_format: it cannot be enforced
 ask x.sight Hi --model demo-hybrid                  | does not fit
 decide p.png -q essay.json                          | essay
-export demo --to p.png/below                        | p.png/below cannot be written
 encode t.parquet --to s                             | no column 'image'
 families qwen9_vl                                   | did you mean qwen3_vl or
 families zzz                                        | 'zzz' is not listed; keepsight families

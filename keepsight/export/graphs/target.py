@@ -40,8 +40,8 @@ def _named(path: object, kinds: tuple[type[Exception], ...] = (OSError,)) -> Ite
 def check_target(to: str | Path) -> Path:
     """The path of a folder that does not exist yet, or is empty."""
     with _named(to, (OSError, RuntimeError)):  # the second of circular links
+        check_new_folder(expanded(to))
         path = expanded(to).resolve()
-        check_new_folder(path)
         if os.path.ismount(path):
             raise InputError(f"{path} is where a disk is mounted; name a new folder below it")
         above = _above(path)
