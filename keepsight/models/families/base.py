@@ -304,9 +304,8 @@ class Family:
         found = sum(name.startswith("deepstack.") for name in package.tensors)
         if found != levels:
             raise WrongIdentity("number of deepstack levels", levels, found)
-        if (self.mrope or self.counts_by_grid) and self._grid_tokens(
-            package.grid
-        ) != package.tokens:
+        by_grid = self.mrope or self.counts_by_grid
+        if by_grid and self._grid_tokens(package.grid) != package.tokens:
             raise DamagedFile(
                 f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
             )
