@@ -101,7 +101,6 @@ class _Held:
     thing: Any
     owner: Owner
     ignored: frozenset[str]
-    kind: type
     then: dict[Any, object]
 
 
@@ -111,6 +110,11 @@ class _Tensor(NamedTuple):
     place: tuple[object, ...]
     sample: np.ndarray[Any, Any]  # a live view of a few values
     values: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, owner: Owner) -> _Tensor:
+        sample = _sample(tensor)
+        return cls(tensor, owner, _place(tensor), sample, sample.tobytes())
 
     def is_same(self) -> bool:
         """Whether it lies where it lay, with these values; a view is only read in its place."""
@@ -142,7 +146,9 @@ def _items(thing: Any) -> dict[Any, object]:
     """What a thing has, by name; a list by position."""
     if isinstance(thing, dict):
         return dict(dict.items(thing))  # a subclass may make values when asked for them
-    return dict(enumerate(thing) if isinstance(thing, _ITEMS) else vars(thing))
+    if isinstance(thing, _ITEMS):
+        return dict(enumerate(thing))
+    return {**vars(thing), "__class__": type(thing)}
 
 
 def _same(one: object, other: object) -> bool:
@@ -162,7 +168,7 @@ class Watch:
     def hold(self, thing: Any, owner: Owner, ignored: frozenset[str] = frozenset()) -> None:
         """Hold a dict or a list by its items, another object by its class and attributes."""
         if id(thing) not in self._held:
-            self._held[id(thing)] = _Held(thing, owner, ignored, type(thing), _items(thing))
+            self._held[id(thing)] = _Held(thing, owner, ignored, _items(thing))
 
     def method(self, kind: type, name: str) -> None:
         """Hold what a class defines under a name."""
@@ -171,9 +177,7 @@ class Watch:
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Hold a tensor by its place, its version and a few of its values."""
         if id(tensor) not in self.tensors:
-            sample = _sample(tensor)
-            held = _Tensor(tensor, owner, _place(tensor), sample, sample.tobytes())
-            self.tensors[id(tensor)] = held
+            self.tensors[id(tensor)] = _Tensor.of(tensor, owner)
 
     def seal(self) -> None:
         """Arrange what is held, to compare thousands of things in few calls."""
@@ -195,7 +199,7 @@ class Watch:
         found = set[Owner]()
         if any(vars(kind).get(name) is not method for kind, name, method in self._methods):
             found.add(None)
-        if self._any_item_changed():
+        if not self._is_flat_same():
             changed = set().union(*map(self._changed, self._held.values()))
             if not changed:  # values that are equal, or ignored
                 for held in self._held.values():
@@ -205,18 +209,15 @@ class Watch:
         tensors = {held.owner for held in self.tensors.values() if not held.is_same()}
         return found | tensors, bool(tensors)
 
-    def _any_item_changed(self) -> bool:
+    def _is_flat_same(self) -> bool:
         try:
             named, things = self._flattened()
         except RuntimeError:  # another thread changes one of them
-            return True
-        then = self._flat
-        return named != then[0] or not all(map(operator.is_, things, then[1]))
+            return False
+        return named == self._flat[0] and all(map(operator.is_, things, self._flat[1]))
 
     def _changed(self, held: _Held) -> set[Owner]:
         """The owner of a change; none of the weights if only functions or the mode changed."""
-        if type(held.thing) is not held.kind:
-            return {held.owner}
         then, now = (
             {name: value for name, value in items.items() if name not in held.ignored}
             for items in (held.then, _items(held.thing))
@@ -650,9 +651,7 @@ class Identity:
     def _digest(self, tensor: torch.Tensor) -> str:
         known = self._digests.get(id(tensor))
         if known is None or not known[0].is_same():
-            read = Watch()
-            read.tensor(tensor, None)
-            known = self._digests[id(tensor)] = (read.tensors[id(tensor)], digest_of(tensor))
+            known = self._digests[id(tensor)] = (_Tensor.of(tensor, None), digest_of(tensor))
         return known[1]
 
     def _name(

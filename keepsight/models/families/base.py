@@ -71,6 +71,7 @@ class Family:
     media_ends: frozenset[int] = frozenset()
     beside_the_tower: tuple[str, ...] = ()  # parts of the model that forward runs on given features
     also_takes: tuple[str, ...] = ()  # tensors of a processor beyond those the encoder takes
+    counts_by_grid = False  # whether the grid of a package must give its tokens, without mrope too
     casts = False  # whether the tower wants pixels in its dtype and does not cast them itself
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -298,21 +299,22 @@ class Family:
 
     def check_package(self, package: Package) -> None:
         """Refuse, by name, a package that claims this model but does not fit it."""
-        width, levels = self.feature_width(), self.levels()
-        features = package.tensors["features"]
-        if features.shape[-1] != width:
-            self.refuse_width(width, features.shape[-1])
+        self.check_width(package, self.feature_width())
+        levels = self.levels()
         found = sum(name.startswith("deepstack.") for name in package.tensors)
         if found != levels:
             raise WrongIdentity("number of deepstack levels", levels, found)
-        if self.mrope and self._grid_tokens(package.grid) != package.tokens:
+        by_grid = self.mrope or self.counts_by_grid
+        if by_grid and self._grid_tokens(package.grid) != package.tokens:
             raise DamagedFile(
                 f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
             )
 
-    def refuse_width(self, width: int, found: int) -> None:
-        """The error for features made for another model."""
-        raise WrongIdentity("width of the features", width, found)
+    def check_width(self, package: Package, width: int) -> None:
+        """Refuse features that were made for another model."""
+        found = package.tensors["features"].shape[-1]
+        if found != width:
+            raise WrongIdentity("width of the features", width, found)
 
     def feature_width(self) -> int:
         """The width of the features: that of the decoder's embeddings, which they replace."""

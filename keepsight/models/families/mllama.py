@@ -106,10 +106,7 @@ class Mllama(Family):
         return joined(media, 1)
 
     def check_package(self, package: Package) -> None:
-        width = self.feature_width() * self._tiles * self._patches
-        features = package.tensors["features"]
-        if features.shape[-1] != width:
-            raise WrongIdentity("width of the features", width, features.shape[-1])
+        self.check_width(package, self.feature_width() * self._tiles * self._patches)
         match package.grid.get("num_tiles"):
             case [int(tiles)] if 0 < tiles <= self._tiles:
                 return

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.errors import DamagedFile, PlaceholderMismatch
-from keepsight.formats.package import Layout, Package
+from keepsight.errors import PlaceholderMismatch
+from keepsight.formats.package import Layout
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, Tensors
@@ -28,6 +28,7 @@ class Molmo2(Family):
 
     reuse = "same media"
     sees_whole_media = True
+    counts_by_grid = True
     also_takes = ("image_num_crops",)
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -91,14 +92,11 @@ class Molmo2(Family):
             before += pixels.shape[0] * pixels.shape[1]
         return {**joined, _POOLING: torch.cat(parts)} if parts else joined
 
-    def check_package(self, package: Package) -> None:
-        super().check_package(package)
-        match package.grid.get("image_grids"):
-            case [[int(), int(), int(), int()] as grid] if _tokens(grid) == package.tokens:
-                return
-        raise DamagedFile(
-            f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
-        )
+    def _grid_tokens(self, grid: Grid) -> int | None:
+        match grid.get("image_grids"):
+            case [[int(), int(), int(), int()] as row]:
+                return _tokens(row)
+        return None
 
 
 def _tokens(grid: Sequence[int]) -> int:

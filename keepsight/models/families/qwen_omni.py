@@ -125,10 +125,8 @@ class QwenOmni(QwenVL):
     def check_package(self, package: Package) -> None:
         if package.modality != "audio":
             super().check_package(package)
-            return
-        width, found = self.feature_width(), package.tensors["features"].shape[-1]
-        if width != found:
-            self.refuse_width(width, found)
+        else:
+            self.check_width(package, self.feature_width())
 
     # -- sound in a prompt -----------------------------------------------------------------------
 
