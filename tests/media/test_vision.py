@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.models import picture, turn
 
 import keepsight as ks
@@ -77,20 +76,6 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
         assert reply.usage.images_encoded == 0
         image = next(s for s in reply.report.segments if s.kind == "image")
         assert image.features == "disk"
-
-
-@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
-def test_packages_survive_files_bit_for_bit(demo_parts: Any, tmp_path: Path, name: str) -> None:
-    model, processor = demo_parts[name]
-    with ks.wrap(model, processor) as vlm:
-        package = vlm.encode(picture(1))
-        loaded = ks.Package.load(package.save(tmp_path / "one.sight"))
-        assert loaded.feature_id == package.feature_id and loaded.tensors.keys() == (
-            package.tensors.keys()
-        )
-        for key, tensor in package.tensors.items():
-            assert torch.equal(tensor, loaded.tensors[key])
-        assert ("deepstack.0" in loaded.tensors) == (name == "demo")
 
 
 def test_a_rendered_prompt_names_pictures_by_the_present_weights(demo_parts: Any) -> None:
