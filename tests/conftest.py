@@ -111,11 +111,12 @@ def _equal_models_are_tried_once(
     from keepsight.core.any_cut import AnyCut
     from keepsight.core.kernels import attention, linear, packing
     from keepsight.core.kernels.passes import Kernels
+    from keepsight.models.switches import switches
 
     try_model, try_shape, try_heads = AnyCut._try, linear.rows_of, attention._padding_for
 
     def environment() -> tuple[Any, ...]:
-        return torch.get_num_threads(), torch.get_float32_matmul_precision()
+        return torch.get_num_threads(), *switches("cpu", [])
 
     def model_once(self: AnyCut, tried: Any) -> Any:
         graphs = str(getattr(getattr(self._model, "exported", None), "environment", ""))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
 import torch
+from support.common import in_threads
 from support.models import build, picture, turn
 from transformers.integrations import sdpa_attention
 
@@ -33,9 +33,7 @@ def test_only_the_thread_whose_pass_it_is_reads_in_place() -> None:
         with grouped_queries(CPU):
             assert asked()
         assert asked()
-        other = threading.Thread(target=lambda: heard.append(asked()))
-        other.start()
-        other.join()
+        in_threads(lambda: heard.append(asked()))
     assert not asked() and heard == [False]
 
 

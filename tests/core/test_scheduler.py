@@ -41,6 +41,10 @@ def chats() -> list[list[Any]]:
     ]
 
 
+def submit(together: Together, messages: list[Any], count: int, **options: Any) -> Ticket:
+    return together.submit(messages, max_new_tokens=count, **GREEDY, **options)
+
+
 @functools.cache
 def alone(kind: str, count: int = 24) -> list[list[int]]:
     """What each of the chats is answered by itself."""
@@ -82,7 +86,7 @@ def test_each_is_answered_as_alone(kind: str) -> None:
         together._vlm.prepare([turn("How does this model compute?")])  # it is tried once
         before, asked = together.stats()["passes"], zip(chats(), counts, strict=True)
         with at_once(together):
-            tickets = [together.submit(c, max_new_tokens=n, **GREEDY) for c, n in asked]
+            tickets = [submit(together, c, n) for c, n in asked]
         replies = [ticket.result() for ticket in tickets]
         stats = together.stats()
     for reply, wanted, count in zip(replies, alone(kind), counts, strict=True):
@@ -99,12 +103,13 @@ SCHEDULES = st.lists(
 )  # for each chat: after how many tokens of all it comes, and how many it gets
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["sliding", "gemma3_sliding", "qwen3_5", "mllama", "lfm2_vl"])
-def test_whoever_joins_and_leaves(kind: str) -> None:
+def test_whoever_joins_and_leaves(kind: str, examples: int) -> None:
     wanted = alone(kind)
     with ks.wrap(*build(kind)) as vlm, Together(vlm) as together:
 
-        @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(SCHEDULES)
         def try_one(schedule: list[tuple[int, int]]) -> None:
             vlm.clear()
@@ -154,7 +159,7 @@ def test_one_picture_and_one_prefix_are_computed_once() -> None:
     with served() as together:
         vlm = together._vlm
         with vlm.runtime.lock:
-            tickets = [together.submit(m, max_new_tokens=2, **GREEDY) for m in asked]
+            tickets = [submit(together, m, 2) for m in asked]
         replies = [ticket.result() for ticket in tickets]
         assert vlm.runtime.engine.prefill_tokens == wanted
         assert vlm.stats()["features"]["encoded"] == together.stats()["towers"] == 1
@@ -171,8 +176,8 @@ def test_what_another_has_come_to_is_taken_over_half_way() -> None:
     with served() as together:
         vlm = together._vlm
         with vlm.runtime.lock:
-            one = together.submit([*same, turn("One?")], max_new_tokens=2, **GREEDY)
-            two = together.submit([*same, turn("Two?")], max_new_tokens=2, **GREEDY)
+            one = submit(together, [*same, turn("One?")], 2)
+            two = submit(together, [*same, turn("Two?")], 2)
         replies = [one.result(), two.result()]
         computed = sum(r.report.computed_tokens for r in replies)
         assert computed == vlm.runtime.engine.prefill_tokens
@@ -187,8 +192,7 @@ def test_tenants_share_nothing() -> None:
         vlm = together._vlm
         with vlm.runtime.lock:
             tickets = [
-                together.submit([turn("Look.", picture(1))], tenant=t, max_new_tokens=2, **GREEDY)
-                for t in ("one", "two")
+                submit(together, [turn("Look.", picture(1))], 2, tenant=t) for t in ("one", "two")
             ]
         replies = [ticket.result() for ticket in tickets]
         assert [r.usage.images_encoded for r in replies] == [1, 1]
@@ -205,11 +209,11 @@ def test_of_prompts_alike_the_first_is_finished_first() -> None:
     with served() as together:
         with at_once(together):
             tickets = [
-                together.submit(
+                submit(
+                    together,
                     [turn(f"{LONG}{LONG}{n}", picture(n))],
+                    2,
                     on_piece=lambda piece, n=n: order.append(n),
-                    max_new_tokens=2,
-                    **GREEDY,
                 )
                 for n in range(3)
             ]
@@ -222,18 +226,18 @@ def test_short_chats_do_not_wait_for_a_long_prefill() -> None:
     with served() as together:
         vlm = together._vlm
         with vlm.runtime.lock:
-            long = together.submit(
+            long = submit(
+                together,
                 [turn(LONG) for _ in range(4)],
+                2,
                 on_piece=lambda piece: order.append("long"),
-                max_new_tokens=2,
-                **GREEDY,
             )
             for number in range(3):
-                together.submit(
+                submit(
+                    together,
                     [turn(f"Short {number}")],
+                    6,
                     on_piece=lambda piece, number=number: order.append(f"short {number}"),
-                    max_new_tokens=6,
-                    **GREEDY,
                 )
         assert long.done.wait(60)
     firsts = sorted({name: order.index(name) for name in order}.items(), key=lambda x: x[1])
@@ -243,10 +247,10 @@ def test_short_chats_do_not_wait_for_a_long_prefill() -> None:
 
 def test_a_request_starts_while_others_decode() -> None:
     with served() as together:
-        first = together.submit(chats()[1], max_new_tokens=400, **GREEDY, min_new_tokens=400)
+        first = submit(together, chats()[1], 400, min_new_tokens=400)
         pieces = iter(first)
         next(pieces)
-        second = together.submit(chats()[0], max_new_tokens=3, **GREEDY)
+        second = submit(together, chats()[0], 3)
         assert len(second.result().tokens) == 3
         assert not first.done.is_set()
         first.cancel()
@@ -273,7 +277,7 @@ def test_what_does_not_fit_waits() -> None:
 
 def test_one_that_is_larger_than_the_budget_is_served_alone() -> None:
     with served(batch_tokens=1) as together:
-        replies = [together.submit(c, max_new_tokens=3, **GREEDY) for c in chats()[:3]]
+        replies = [submit(together, c, 3) for c in chats()[:3]]
         assert [len(r.result().tokens) for r in replies] == [3, 3, 3]
         stats = together.stats()
         assert stats["passes"] >= stats["tokens"] == 9
@@ -295,14 +299,10 @@ def test_pictures_are_prepared_while_tokens_come(monkeypatch: pytest.MonkeyPatch
             return original(*arguments)
 
         monkeypatch.setattr(vlm.runtime.family, "preprocess", slow)
-        talking = together.submit(
-            chats()[1],
-            on_piece=lambda piece: tokens.release(),
-            max_new_tokens=400,
-            min_new_tokens=400,
-            **GREEDY,
+        talking = submit(
+            together, chats()[1], 400, on_piece=lambda piece: tokens.release(), min_new_tokens=400
         )
-        reply = together.submit(chats()[0], max_new_tokens=3, **GREEDY).result()
+        reply = submit(together, chats()[0], 3).result()
         assert reply.tokens == alone("qwen3_vl")[0][:3]
         talking.cancel()
         assert where == [threading.current_thread().name]
@@ -328,8 +328,8 @@ def test_bad_input_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_running", "max_waiting", "batch_tokens"])
-def test_settings_are_checked(name: str) -> None:
-    with ks.wrap(*build("qwen3_vl")) as vlm, pytest.raises(InputError, match=name):
+def test_settings_are_checked(vlm: Any, name: str) -> None:
+    with pytest.raises(InputError, match=name):
         Together(vlm, **{name: -1})
 
 
@@ -352,16 +352,16 @@ def test_who_hangs_up_frees_its_place(when: list[int]) -> None:
         with at_once(together):
             for number in range(3):
                 tickets.append(
-                    together.submit(
+                    submit(
+                        together,
                         chats()[number],
+                        16,
                         on_piece=lambda piece, number=number: heard(number),
-                        max_new_tokens=16,
-                        **GREEDY,
                     )
                 )
                 if when[number] == 0:
                     tickets[number].cancel()
-            stays = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:2]]
+            stays = [submit(together, c, 16) for c in chats()[:2]]
         for number, ticket in enumerate(stays):
             assert ticket.result().tokens == alone("qwen3_vl")[number][:16]
         assert all(ticket.done.wait(60) for ticket in tickets)
@@ -403,12 +403,10 @@ def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> 
         broken = vlm.render([turn("Broken.", picture(7))])
         monkeypatch.setattr(vision, "package", package)
         with vlm.runtime.lock:
-            processor = together.submit(
-                chats()[1], max_new_tokens=9, logits_processor=[Breaks()], **GREEDY
-            )
-            listener = together.submit(chats()[1], max_new_tokens=9, on_piece=deaf, **GREEDY)
-            tower = together.submit([turn("Broken.", picture(7))], max_new_tokens=9, **GREEDY)
-            good = [together.submit(c, max_new_tokens=12, **GREEDY) for c in chats()[:3]]
+            processor = submit(together, chats()[1], 9, logits_processor=[Breaks()])
+            listener = submit(together, chats()[1], 9, on_piece=deaf)
+            tower = submit(together, [turn("Broken.", picture(7))], 9)
+            good = [submit(together, c, 12) for c in chats()[:3]]
         for number, ticket in enumerate(good):
             assert ticket.result().tokens == alone("qwen3_vl")[number][:12]
         with pytest.raises(RuntimeError, match="of somebody"):
@@ -442,7 +440,7 @@ def test_a_pass_that_runs_out_of_memory(
     monkeypatch.setattr(LanguageModel, "forward", forward)
     with served(kind) as together:
         with at_once(together):
-            tickets = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:3]]
+            tickets = [submit(together, c, 16) for c in chats()[:3]]
         replies = [ticket.result() for ticket in tickets]
         assert together.stats()["failed"] == 0
     assert failed
@@ -468,8 +466,8 @@ def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Lanes, "give_back", fail)
         with at_once(together):
-            first = together.submit(chats()[0], max_new_tokens=3, **GREEDY)
-            others = [together.submit(chats()[n], max_new_tokens=24, **GREEDY) for n in (1, 2)]
+            first = submit(together, chats()[0], 3)
+            others = [submit(together, chats()[n], 24) for n in (1, 2)]
         with pytest.raises(MemoryError):
             first.result()
         assert [ticket.result().tokens for ticket in others] == [wanted[1], wanted[2]]
@@ -489,7 +487,7 @@ def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch)
         longest = len(together._vlm.render(chats()[4]))
         monkeypatch.setattr(LanguageModel, "forward", forward)
         with at_once(together):
-            tickets = [together.submit(chats()[n], max_new_tokens=16, **GREEDY) for n in (0, 4, 1)]
+            tickets = [submit(together, chats()[n], 16) for n in (0, 4, 1)]
         for number, ticket in ((0, tickets[0]), (1, tickets[2])):
             assert ticket.result().tokens == alone("qwen3_vl")[number][:16]
         with pytest.raises(torch.OutOfMemoryError):
@@ -499,7 +497,7 @@ def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch)
 def test_a_full_house_says_when_to_come_again() -> None:
     with served(max_running=1, max_waiting=1) as together:
         with at_once(together):
-            tickets = [together.submit(chats()[1], max_new_tokens=2, **GREEDY) for _ in range(2)]
+            tickets = [submit(together, chats()[1], 2) for _ in range(2)]
             with pytest.raises(Busy) as caught:
                 together.submit(chats()[1])
         assert caught.value.retry_after >= 1 and caught.value.in_flight == 2
@@ -508,55 +506,54 @@ def test_a_full_house_says_when_to_come_again() -> None:
         assert together.submit(chats()[1], max_new_tokens=1).result().tokens
 
 
-def test_closing_finishes_or_ends_what_is_left() -> None:
-    with ks.wrap(*build("qwen3_vl")) as vlm:
-        together = Together(vlm, max_running=1)
-        with vlm.runtime.lock:
-            tickets = [together.submit(c, max_new_tokens=4, **GREEDY) for c in chats()[:3]]
-        together.close(60)
-        assert [len(t.result().tokens) for t in tickets] == [4, 4, 4]
-        with pytest.raises(Closed):
-            together.submit(chats()[1])
-        together.close()
-        hasty = Together(vlm, max_running=1)
-        options = {"max_new_tokens": 4000, "min_new_tokens": 4000}
-        with vlm.runtime.lock:
-            tickets = [hasty.submit(c, **options, **GREEDY) for c in chats()[:2]]
-        hasty.close(0)
-        for ticket in tickets:
-            with pytest.raises(Closed):
-                ticket.result()
-        check(vlm)
-
-
-def test_closing_ends_nobody_elses_answer() -> None:
-    with ks.wrap(*build("qwen3_vl")) as vlm:
-        together = Together(vlm)
-        direct = vlm.stream(chats()[1], max_new_tokens=24, **GREEDY)
-        tokens = [next(direct).token]
-        with vlm.runtime.lock:
-            ticket = together.submit(chats()[4], max_new_tokens=400, min_new_tokens=400, **GREEDY)
-            threading.Thread(target=together.close, args=(0.0,)).start()
+def test_closing_finishes_or_ends_what_is_left(vlm: Any) -> None:
+    together = Together(vlm, max_running=1)
+    with vlm.runtime.lock:
+        tickets = [submit(together, c, 4) for c in chats()[:3]]
+    together.close(60)
+    assert [len(t.result().tokens) for t in tickets] == [4, 4, 4]
+    with pytest.raises(Closed):
+        together.submit(chats()[1])
+    together.close()
+    hasty = Together(vlm, max_running=1)
+    options = {"max_new_tokens": 4000, "min_new_tokens": 4000}
+    with vlm.runtime.lock:
+        tickets = [hasty.submit(c, **options, **GREEDY) for c in chats()[:2]]
+    hasty.close(0)
+    for ticket in tickets:
         with pytest.raises(Closed):
             ticket.result()
-        tokens += [piece.token for piece in direct if piece.token is not None]
-        assert tokens == alone("qwen3_vl")[1]
-        check(vlm)
+    check(vlm)
+
+
+def test_closing_ends_nobody_elses_answer(vlm: Any) -> None:
+    together = Together(vlm)
+    direct = vlm.stream(chats()[1], max_new_tokens=24, **GREEDY)
+    tokens = [next(direct).token]
+    with vlm.runtime.lock:
+        ticket = submit(together, chats()[4], 400, min_new_tokens=400)
+        threading.Thread(target=together.close, args=(0.0,)).start()
+    with pytest.raises(Closed):
+        ticket.result()
+    tokens += [piece.token for piece in direct if piece.token is not None]
+    assert tokens == alone("qwen3_vl")[1]
+    check(vlm)
 
 
 # -- with the rest of the house ------------------------------------------------------------------
 
 
-def test_direct_calls_take_their_turns() -> None:
-    wanted = alone("qwen3_vl")
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_direct_calls_take_their_turns(kind: str) -> None:
+    wanted = alone(kind)
     found: dict[int, Any] = {}
-    with served() as together:
+    with served(kind) as together:
         vlm = together._vlm
 
         def ask(number: int) -> None:
             found[number] = vlm.chat(chats()[number], max_new_tokens=10, **GREEDY).tokens
 
-        tickets = [together.submit(c, max_new_tokens=20, **GREEDY) for c in chats()[:3]]
+        tickets = [submit(together, c, 20) for c in chats()[:3]]
         threads = [threading.Thread(target=ask, args=(n,)) for n in (3, 4)]
         for thread in threads:
             thread.start()
@@ -589,8 +586,8 @@ def test_weights_that_change_between_two_chunks() -> None:
         norm = vlm.model.get_decoder().layers[0].input_layernorm.weight
         change = changing(norm)
         with vlm.runtime.lock:
-            asked = together.submit(long, max_new_tokens=6, **GREEDY)
-            together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
+            asked = submit(together, long, 6)
+            submit(together, chats()[1], 12, on_piece=change)
         reply = asked.result()
         vlm.clear()
         assert vlm.chat(long, max_new_tokens=6, **GREEDY).tokens == reply.tokens
@@ -605,24 +602,23 @@ def test_a_prompt_that_is_begun_again_tells_where_its_features_came_from_then() 
         vlm.encode([picture(1), picture(2)])
         change = changing(weight)
         with vlm.runtime.lock:
-            ticket = together.submit(asked, max_new_tokens=2, **GREEDY)
-            together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
+            ticket = submit(together, asked, 2)
+            submit(together, chats()[1], 12, on_piece=change)
         usage = ticket.result().usage
         assert vlm.stats()["features"]["encoded"] == 4
         assert (usage.images_encoded, usage.images_reused) == (2, 0)
 
 
-def test_decoded_state_of_two_weights_is_not_kept() -> None:
+def test_decoded_state_of_two_weights_is_not_kept(vlm: Any) -> None:
     """It would be found by whoever goes back to the weights that began it: as with adapters."""
     asked = [turn("Look. " * 20, picture(1))]
-    with ks.wrap(*build("qwen3_vl")) as vlm:
-        change = changing(vlm.model.get_decoder().layers[0].input_layernorm.weight)
-        pieces = vlm.stream(asked, max_new_tokens=8, **GREEDY)
-        next(pieces)
-        change()
-        list(pieces)
-        vlm.explain(asked)
-        assert all(node.end <= vlm.render(asked).ids.size for node in vlm.runtime.tree.nodes())
+    change = changing(vlm.model.get_decoder().layers[0].input_layernorm.weight)
+    pieces = vlm.stream(asked, max_new_tokens=8, **GREEDY)
+    next(pieces)
+    change()
+    list(pieces)
+    vlm.explain(asked)
+    assert all(node.end <= vlm.render(asked).ids.size for node in vlm.runtime.tree.nodes())
 
 
 def test_prepare_and_explain() -> None:
@@ -632,7 +628,7 @@ def test_prepare_and_explain() -> None:
         assert piece.token is None and piece.report.computed_tokens == piece.usage.prompt_tokens
         report = together.explain(chats()[0])
         assert {s.reason for s in report.segments} == {"whole prompt"}
-        reply = together.submit(chats()[0], max_new_tokens=3, **GREEDY).result()
+        reply = submit(together, chats()[0], 3).result()
         assert reply.usage.cached_tokens == reply.usage.prompt_tokens
         assert reply.tokens == alone("qwen3_vl")[0][:3]
 
@@ -641,7 +637,7 @@ def test_a_report_tells_what_a_direct_call_would() -> None:
     with ks.wrap(*build("qwen3_vl")) as vlm:
         wanted = vlm.chat(chats()[3], max_new_tokens=5, **GREEDY)
     with served() as together:
-        ticket = together.submit(chats()[3], max_new_tokens=5, **GREEDY)
+        ticket = submit(together, chats()[3], 5)
         pieces = list(ticket)
     reply = pieces[-1]
     assert reply.usage == wanted.usage and reply.finish_reason == wanted.finish_reason

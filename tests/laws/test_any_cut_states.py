@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.answers import Catch
-from support.cuts import BOTH, GREEDY, ids_of, logits_of, rows, wrapped
-from support.models import picture, turn
+from support.answers import Catch, logits
+from support.cuts import (
+    BOTH,
+    GREEDY,
+    assert_bits,
+    ids_of,
+    logits_of,
+    rows,
+    why_rounding,
+    wrapped,
+)
+from support.models import in_both, picture, turn
 from torch.nn import functional
 
 import keepsight as ks
@@ -51,18 +60,25 @@ def test_the_words_that_open_every_prompt_are_computed_twice_at_most(kind: str) 
             other.clear()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "lfm2_vl"])
-def test_a_conversation_with_pictures_and_a_restart(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    in_both(
+        ["qwen3_vl", "sliding", "gemma3_sliding", "cohere2_vision", "qwen3_5", "lfm2_vl"],
+        ["gemma3_sliding", "cohere2_vision"],
+    ),
+)
+def test_a_conversation_with_pictures_and_a_restart(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     first = [turn("What do you see in it?", picture(1))]
     more = [*first, turn("A pattern.", role="assistant"), turn("And this?", picture(2))]
     for messages in (first, more, first, more):
-        with wrapped(kind, store=tmp_path) as vlm, wrapped(kind) as other:
-            catch, again = Catch(), Catch()
+        with wrapped(kind, dtype, store=tmp_path) as vlm, wrapped(kind, dtype) as other:
+            catch = Catch()
             answer = vlm.chat(messages, max_new_tokens=4, logits_processor=[catch])
-            other.chat(messages, max_new_tokens=4, logits_processor=[again])
-            assert catch.seen is not None and again.seen is not None
-            assert torch.equal(catch.seen, again.seen)
+            assert torch.equal(catch.rows[0], logits(other, messages))
             assert vlm.verify(messages, stock=True)
+            vlm.runtime.check()
             vlm.flush()
     assert answer.usage.cached_tokens == answer.usage.prompt_tokens
 
@@ -92,11 +108,7 @@ def test_a_delta_rule_that_depends_on_its_rows_means_rounding(
 ) -> None:
     monkeypatch.setattr(any_cut, "delta_rows_are_equal", lambda heads: False)
     with wrapped("qwen3_5") as vlm:
-        engine = vlm.stats()["engine"]
-        assert (
-            engine["exactness"] == "rounding"
-            and "depends on the number of rows" in engine["rounding_because"]
-        )
+        assert "depends on the number of rows" in why_rounding(vlm)
 
 
 @pytest.mark.tries_anew
@@ -105,7 +117,10 @@ def test_other_layers_under_a_known_name_mean_rounding(monkeypatch: pytest.Monke
     normal = delta._normal
     monkeypatch.setattr(delta, "_normal", lambda rows: 2 * normal(rows))
     with wrapped("qwen3_5") as vlm:
-        assert "known by their class name" in vlm.stats()["engine"]["rounding_because"]
+        assert "known by their class name" in why_rounding(vlm)
+
+
+WRONG = ("_chunk_reads", "_next", "_keys", "convolve")
 
 
 def _a_hundredth_more(function: Any) -> Any:
@@ -123,8 +138,18 @@ def _a_hundredth_more(function: Any) -> Any:
 
 
 @pytest.mark.tries_anew
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["_chunk_reads", "_next", "_keys", "convolve"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in WRONG),
+        *(("_chunk_reads", torch.bfloat16), ("convolve", torch.bfloat16), ("_next", torch.float16)),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name in WRONG
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
+    ],
+)
 def test_a_rule_that_is_wrong_by_a_hundredth_means_rounding(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +157,7 @@ def test_a_rule_that_is_wrong_by_a_hundredth_means_rounding(
     place = mixers if name == "convolve" else delta
     monkeypatch.setattr(place, name, _a_hundredth_more(getattr(place, name)))
     with wrapped("lfm2_vl" if name == "convolve" else "qwen3_5", dtype) as vlm:
-        engine = vlm.stats()["engine"]
-        assert engine["exactness"] == "rounding"
-        assert "known by their class name" in engine["rounding_because"]
+        assert "known by their class name" in why_rounding(vlm)
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 16, 16), (2, 4, 16, 32), (4, 8, 128, 128)])
@@ -145,8 +168,7 @@ def test_the_delta_rule_gives_rows_that_do_not_depend_on_the_cut(heads: Any) -> 
 def test_float16_may_differ_from_stock_by_its_rounding() -> None:
     """And by no more than that; the demo model's logits do."""
     with ks.load("demo-hybrid", dtype="float16") as vlm:
-        engine = vlm.stats()["engine"]
-        assert engine["exactness"] == "bits", engine["rounding_because"]
+        assert_bits(vlm)
         found = vlm.verify([turn("What do you see in it?", picture(1))], stock=True)
         assert found and found.stock_max_difference is not None and found.stock_scale is not None
         assert 0 < found.stock_max_difference < 1e-2 * found.stock_scale

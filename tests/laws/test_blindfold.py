@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
+from support.common import in_threads
 from support.models import ALL, build, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -52,9 +51,7 @@ def test_nested_in_threads_and_after_errors() -> None:
             caught.append(error)
 
     def tried() -> int:
-        thread = threading.Thread(target=stock)
-        thread.start()
-        thread.join()
+        in_threads(stock)
         return len(caught)
 
     with ks.wrap(model, processor) as vlm, ks.wrap(model, processor) as second:

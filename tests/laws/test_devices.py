@@ -6,7 +6,6 @@ fails here as it would on an accelerator. `test_gpu.py` asks the same of real on
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +40,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def on_device(kind: str) -> tuple[Any, Any]:
     model, processor = build(kind)
-    return copy.deepcopy(model).to(device()), processor
+    return model.to(device()), processor
 
 
 def on_two_devices(kind: str) -> tuple[Any, Any]:
     """The tower and the first half of the layers here, the others there."""
     model, processor = build(kind)
-    model = copy.deepcopy(model)
     inside = "model.language_model"
     count = len(model.get_decoder().layers)
     spread = {"model.visual": device(0), f"{inside}.embed_tokens": device(0)}

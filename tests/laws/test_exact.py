@@ -16,6 +16,7 @@ from support.answers import assert_like_stock, cold, conversation, logits
 from support.models import build, picture, turn
 
 import keepsight as ks
+from keepsight.prefix.prompt import PASS
 
 # Through messages; the shipped suite does the same for every family, through tensors.
 SOME = ["qwen3_vl", "qwen3_5", "sliding", "internvl"]
@@ -169,17 +170,20 @@ def test_a_prompt_of_several_passes() -> None:
         assert torch.equal(logits(vlm, messages), first)
 
 
-def test_an_image_longer_than_a_pass_is_cut_inside() -> None:
+@pytest.mark.parametrize(
+    ("longest", "side"), [(256, 576), pytest.param(PASS, 1472, marks=pytest.mark.slow)]
+)
+def test_an_image_longer_than_a_pass_is_cut_inside(longest: int, side: int) -> None:
     """A causal family may be cut inside an image; its features are then fed in parts."""
     model, processor = build("qwen3_vl")
     options = {"size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 4096 * 32 * 32}}
-    image = picture(1, 1472, 1472)  # 2,116 tokens
     with ks.wrap(model, processor, image_options=options) as vlm:
-        messages = [turn("Big.", image)]
+        vlm.runtime.engine.longest_pass = longest
+        messages = [turn("Big.", picture(1, side, side))]  # 324 tokens, or 2,116
         prompt = vlm.render(messages)
-        assert any(a < 2048 < b for a, b in prompt.ranges[0])
+        assert any(a < longest < b for a, b in prompt.ranges[0])
         warm = [*messages, turn("Yes.", role="assistant"), turn("Again.")]
         vlm.chat(messages, max_new_tokens=1)
         report = vlm.verify(warm, stock=True)
-        assert report.equal and report.cached_tokens > 2048
+        assert report.equal and report.cached_tokens > longest
         assert report.stock_max_difference < 1e-4 * report.stock_scale

@@ -25,7 +25,10 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return off < 1e-2 * float(other.float().abs().max())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llama4", "minicpmv4_7", "muse_glimmer"])
+MORE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("minicpmv4_7", "muse_glimmer")]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llama4", *MORE])
 def test_float16_is_exact_and_near_stock(kind: str) -> None:
     model, processor = build(kind, torch.float16)
     with ks.wrap(model, processor) as vlm:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.answers import Catch
 from support.models import build, picture, turn
 
 import keepsight as ks
@@ -25,6 +26,7 @@ from keepsight.models.identity import settle
 WORDS = "the red cat sees a blue dog beside many small green hills and asks what colour is it"
 QUICK = [("qwen3_vl", torch.float32, 1), ("sliding", torch.float32, 2)]
 QUICK += [("qwen3_5", torch.float32, 3), ("qwen3_vl", torch.bfloat16, 4)]
+QUICK += [("gemma3_sliding", torch.float32, 5)]
 KINDS = ("qwen2_vl", "llava", "internvl", "idefics3", "gemma3_sliding", "lfm2_vl", "qwen3_5")
 KINDS += ("ovis2",)
 SLOW = [(k, d, s) for k in KINDS for d in (torch.float32, torch.bfloat16) for s in (11, 12, 13)]
@@ -47,25 +49,14 @@ def flushed(vlm: ks.VLM) -> None:
             raise
 
 
-class Rows:
-    """The logits of every step."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(scores.clone())
-        return scores
-
-
 def answers(model: Any, processor: Any, asked: Asked, **options: Any) -> Answers:
     """What one wrap answers, question by question: tokens and logits."""
     with ks.wrap(model, processor, **options) as vlm:
         found = []
         for messages, how in asked:
-            rows = Rows()
+            rows = Catch()
             reply = vlm.chat(messages, logits_processor=[rows], **how)
-            found.append((list(reply.tokens), rows.seen))
+            found.append((list(reply.tokens), rows.rows))
         vlm.flush()
     return found
 
@@ -126,8 +117,7 @@ class Talks:
 
     def __init__(self, kind: str, dtype: torch.dtype, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
-        model, self.processor = build(kind, dtype)
-        self.model = copy.deepcopy(model)  # its weights change
+        self.model, self.processor = build(kind, dtype)
         self.built, self.label, self.folder = (kind, dtype), f"{kind} {dtype} seed {seed}", folder
         self.changes: Changes = []
         self.talks: list[Talk] = []
@@ -177,9 +167,9 @@ class Talks:
 
     def answer(self, talk: Talk, messages: Messages, ask: Any, *given: Any, **more: Any) -> None:
         """Ask by `ask`, a way of the session's, what `messages` ask."""
-        rows, options = Rows(), self.options()
+        rows, options = Catch(), self.options()
         reply = ask(*given, **more, logits_processor=[rows], **options)
-        self.same([(messages, options)], [(list(reply.tokens), rows.seen)])
+        self.same([(messages, options)], [(list(reply.tokens), rows.rows)])
         talk.messages = [*messages, turn(reply.text, role="assistant")]
 
     # -- deeds -------------------------------------------------------------------------------------
@@ -236,7 +226,7 @@ class Talks:
             jobs = []
             for _ in range(self.random.randint(2, 6)):
                 messages = [*self.some().messages, self.asked()]
-                rows, options = Rows(), self.options()
+                rows, options = Catch(), self.options()
                 job = group.submit(messages, logits_processor=[rows], **options)
                 if self.random.random() < 0.2:
                     job.cancel()
@@ -245,7 +235,7 @@ class Talks:
                 jobs.append((job, rows))
                 if self.random.random() < 0.3:
                     job.result()
-            found = [(list(job.result().tokens), rows.seen) for job, rows in jobs]
+            found = [(list(job.result().tokens), rows.rows) for job, rows in jobs]
         self.same(asked, found)
 
     def restart(self) -> None:
@@ -334,7 +324,7 @@ def test_edits_at_every_token_run_what_no_turn_has_seen() -> None:
         seen: list[list[int]] = []
         for at in range(len(first)):
             ids = [*first[:at], 40 + at, *first[at + 1 :]]
-            before, rows = vlm.stats()["engine"]["prefill_tokens"], Rows()
+            before, rows = vlm.stats()["engine"]["prefill_tokens"], Catch()
             vlm.generate(torch.tensor([ids]), max_new_tokens=1, logits_processor=[rows])
             shared = max((_common(ids, other) for other in seen), default=0)
             new = vlm.stats()["engine"]["prefill_tokens"] - before
@@ -342,7 +332,7 @@ def test_edits_at_every_token_run_what_no_turn_has_seen() -> None:
             seen.append(ids)
             with torch.no_grad():
                 stock = model(input_ids=torch.tensor([ids])).logits[:, -1]
-            torch.testing.assert_close(rows.seen[0], stock, rtol=0, atol=1e-4)
+            torch.testing.assert_close(rows.rows[0], stock, rtol=0, atol=1e-4)
 
 
 def _common(ids: list[int], other: list[int]) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.answers import cold, logits
+from support.common import in_threads
 from support.hostile import finished, start
 from support.models import build, picture, turn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -254,9 +254,7 @@ def test_what_ran_while_another_thread_changed_a_switch_is_run_again(vlm: Any) -
         change = {0: True, 1: False}.get(len(passes))
         passes.append(True)
         if change is not None:
-            thread = threading.Thread(target=torch.use_deterministic_algorithms, args=(change,))
-            thread.start()
-            thread.join()
+            in_threads(lambda: torch.use_deterministic_algorithms(change))
 
     engine = vlm.runtime.engine
     forward, longest = engine.decoder.forward, engine.longest_pass

@@ -51,16 +51,16 @@ def folder(tmp_path: Any) -> Any:
 def test_any_family_takes_several_pictures_in_one_pass(kind: str) -> None:
     model, processor = models.build(kind)
     with ks.wrap(model, processor) as vlm:
-        passes = Passes(vlm)
-        alone = vlm.encode(pictures(kind))
-        assert passes.sizes == [1] * 5
-        made = vlm.encode(pictures(kind), batch=3)
-        assert passes.sizes[5:] == [3, 2]
-        assert vlm.stats()["features"]["encoded"] == 10
-        again = vlm.encode(pictures(kind), batch=3)
-        assert names(again) == names(made) and len(passes.sizes) == 7
+        passes, shown = Passes(vlm), pictures(kind)[:3]
+        alone = vlm.encode(shown)
+        assert passes.sizes == [1] * 3
+        made = vlm.encode(shown, batch=2)
+        assert passes.sizes[3:] == [2, 1]
+        assert vlm.stats()["features"]["encoded"] == 6
+        again = vlm.encode(shown, batch=2)
+        assert names(again) == names(made) and len(passes.sizes) == 5
     for one, other in zip(alone, made, strict=True):
-        assert other.provenance == {**one.provenance, "batch": 3}
+        assert other.provenance == {**one.provenance, "batch": 2}
         assert (one.key, one.identity, one.grid) == (other.key, other.identity, other.grid)
         assert one.feature_id != other.feature_id
         for name, tensor in one.tensors.items():

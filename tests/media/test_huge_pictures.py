@@ -3,12 +3,12 @@ in less memory, and their provenance says so."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.common import in_threads
 from support.models import ALL, build, in_both, picture
 
 import keepsight as ks
@@ -207,9 +207,7 @@ def test_other_threads_run_the_module_as_it_is(most: dict[str, int]) -> None:
             out.append(family.encode(pixels)[0]["features"])
 
     with huge.by_rows(family):
-        thread = threading.Thread(target=stock)
-        thread.start()
-        thread.join()
+        in_threads(stock)
     assert most["Qwen3VLVisionMLP"] == 240
     with torch.no_grad():
         assert torch.equal(family.encode(pixels)[0]["features"], out[0])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.models import picture, turn
 
 import keepsight as ks
@@ -78,46 +76,6 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
         assert reply.usage.images_encoded == 0
         image = next(s for s in reply.report.segments if s.kind == "image")
         assert image.features == "disk"
-
-
-def test_several_threads_take_turns(demo_parts: Any) -> None:
-    model, processor = demo_parts["demo-hybrid"]
-    prompts = [[turn("Describe the picture.", picture(i))] for i in range(4)]
-    with ks.wrap(model, processor) as vlm:
-        alone = [vlm.chat(p, max_new_tokens=8).tokens for p in prompts]
-        vlm.clear()
-        found: dict[int, list[int]] = {}
-        errors: list[BaseException] = []
-
-        def work(i: int) -> None:
-            try:
-                for _ in range(2):
-                    found[i] = vlm.chat(prompts[i], max_new_tokens=8).tokens
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors and [found[i] for i in range(4)] == alone
-        vlm.runtime.tree.check()
-        assert vlm.runtime.tree.held_bytes() == 0
-
-
-@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
-def test_packages_survive_files_bit_for_bit(demo_parts: Any, tmp_path: Path, name: str) -> None:
-    model, processor = demo_parts[name]
-    with ks.wrap(model, processor) as vlm:
-        package = vlm.encode(picture(1))
-        loaded = ks.Package.load(package.save(tmp_path / "one.sight"))
-        assert loaded.feature_id == package.feature_id and loaded.tensors.keys() == (
-            package.tensors.keys()
-        )
-        for key, tensor in package.tensors.items():
-            assert torch.equal(tensor, loaded.tensors[key])
-        assert ("deepstack.0" in loaded.tensors) == (name == "demo")
 
 
 def test_a_rendered_prompt_names_pictures_by_the_present_weights(demo_parts: Any) -> None:

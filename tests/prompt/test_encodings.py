@@ -265,7 +265,7 @@ def message(chance: random.Random, pictures: bool) -> dict[str, Any]:
     return {"role": role, "content": said}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_conversation_is_rendered_as_by_somebody_who_never_saw_it(vlm: Any, seed: int) -> None:
     chance, renderer = random.Random(seed), vlm.runtime.renderer
     pictures = "image" in renderer.template

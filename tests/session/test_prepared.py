@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.common import in_threads
 from support.models import build, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -153,11 +154,7 @@ def test_shared_between_threads() -> None:
         def work(number: int) -> None:
             found[number] = prefix.chat(QUERIES[number], **HOW).tokens
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(work, number) for number in wanted))
         assert vlm.stats()["features"]["encoded"] == 3
         assert "".join(piece.text for piece in prefix.stream(QUERIES[0], **HOW)) is not None
     assert found == wanted

@@ -7,11 +7,13 @@ import io
 import pickle
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.common import in_threads
 from support.models import build, picture, stock_inputs, turn
 from transformers import (
     DynamicCache,
@@ -308,9 +310,5 @@ def test_several_threads(parts: tuple[Any, Any]) -> None:
             found[number] = model.generate(**tensors, **GREEDY, num_beams=beams)
             assert bool(vlm.report().notes) == (beams > 1)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, number) for number in range(4)))
     assert all(torch.equal(found[n], wanted[n]) for n in range(4))

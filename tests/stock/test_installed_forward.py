@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from typing import Any
 
 import pytest
 import torch
+from support.common import in_threads
 from support.models import ALL, build, built, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -81,14 +81,7 @@ def test_copies_threads_and_exceptions_leave_nothing() -> None:
     wanted = forward(model, inputs)
     found: list[bool] = []
     with pytest.raises(KeyError), ks.installed(model, processor, forwards=True) as vlm:
-        ways = [
-            threading.Thread(target=lambda: found.append(near(forward(model, inputs), wanted)))
-            for _ in range(3)
-        ]
-        for way in ways:
-            way.start()
-        for way in ways:
-            way.join()
+        in_threads(*3 * [lambda: found.append(near(forward(model, inputs), wanted))])
         with ks.installed(model, processor, forwards=True) as same:
             assert same is vlm
         assert near(forward(model, inputs), wanted) and vlm.report().segments

@@ -6,6 +6,7 @@ A broken promise is an `AssertionError` that names it; pytest shows its text.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
@@ -29,6 +30,15 @@ def same_tensors(one: Tensors, two: Tensors) -> bool:
         tensor.dtype == two[name].dtype and torch.equal(tensor, two[name])
         for name, tensor in one.items()
     )
+
+
+def in_threads(*work: Callable[[], object]) -> None:
+    """Do all of it at the same moment, each in a thread of its own."""
+    threads = [threading.Thread(target=one) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def until(holds: Callable[[], object]) -> None:
