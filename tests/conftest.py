@@ -162,6 +162,14 @@ def _equal_models_are_tried_once(
         monkeypatch.setattr(module, "rows_of", shape_once)
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For memories that are asked for features alone: the decoder's kernels are not tried."""
+    from keepsight.core.any_cut import AnyCut
+
+    monkeypatch.setattr(AnyCut, "_why_not", lambda *_: "it was not tried")
+
+
 @pytest.fixture(scope="session")
 def demo_parts() -> dict[str, tuple[Any, Any]]:
     """Model and processor of both demo models, float32; loaded once, wrapped anew by each test."""

@@ -47,6 +47,7 @@ def folder(tmp_path: Any) -> Any:
     return tmp_path / "photos"
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("kind", models.ALL)
 def test_any_family_takes_several_pictures_in_one_pass(kind: str) -> None:
     model, processor = models.build(kind)

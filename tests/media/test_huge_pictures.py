@@ -66,6 +66,7 @@ def assert_close(whole: ks.Package, pieces: ks.Package, tolerance: float) -> Non
         assert off < tolerance, (name, off)
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     ("kind", "dtype"), in_both(PACKED, ("qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25"))
 )
