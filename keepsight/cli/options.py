@@ -247,6 +247,7 @@ def check_model(name: str) -> None:
     if folder.is_dir() or _may_be_hub_id(name):
         from keepsight.models import reachable  # start-up time: imports the Hub's client
 
+        reachable.check_folder_sees(name)
         reachable.check_hub(name, None)
         return
     beside = [entry.name for entry in os.scandir(folder.parent)] if folder.parent.is_dir() else []

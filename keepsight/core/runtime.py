@@ -41,7 +41,7 @@ from keepsight.models.environment import (
 )
 from keepsight.models.families import Family
 from keepsight.models.identity import Identity, ProcessorCode
-from keepsight.models.quantised import refuse_shared_scales
+from keepsight.models.quantised import refuse_experts_without_kernel, refuse_shared_scales
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.prompt.render import Name, Renderer
@@ -91,6 +91,7 @@ class Runtime:
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)
+        refuse_experts_without_kernel(model)
         self._quota = None if settings.tenant_quota is None else parse_bytes(settings.tenant_quota)
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
@@ -355,6 +356,7 @@ class Runtime:
         calls are refused until the model is as before."""
         if self._read_at is not None:
             refuse_stretching_rope(self.model)
+            refuse_experts_without_kernel(self.model)
             type(self.family).__init__(self.family, self.model)
             if Shape.of(self.model) != self.engine.shape:
                 raise ModelError(

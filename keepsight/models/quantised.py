@@ -21,8 +21,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic.", "torch.ao.nn.intrinsic.quantized.dynamic.")
+_ROW = 16  # bytes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADVICE = "Quantise the weights only, or the activations with a scale for each token"
+
+
+def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
+    """Refuse grouped experts for which torch has no such product: in float64, or with rows that are
+    no multiple of sixteen bytes."""
+    for name, layer in model.named_modules():
+        weights = [w for w in layer._parameters.values() if w is not None and w.dim() == 3]
+        chosen = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+        odd = any(w.dtype not in _DTYPES or w.shape[2] * w.element_size() % _ROW for w in weights)
+        if chosen != "grouped_mm" or not odd:
+            continue
+        weight = weights[0]
+        width = weight.shape[1 if getattr(layer, "is_transposed", False) else 2]
+        one = weight.new_ones(1, width)
+        try:
+            with torch.no_grad():
+                layer(one, torch.zeros(1, 1, dtype=torch.long, device=one.device), one[:, :1])
+        except RuntimeError as error:
+            usual = ", ".join(map(str, _DTYPES))
+            sizes = " and ".join(str(tuple(one.shape)) for one in weights)
+            raise UnsupportedModel(
+                f"{name} runs its experts by {chosen!r}, which torch {torch.__version__} supports "
+                f"for {usual} with rows of a multiple of {_ROW} bytes, and not for {weight.dtype} "
+                f"of {sizes} ({error}): the model cannot run at all. Call "
+                "model.set_experts_implementation('eager')"
+            ) from error
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:

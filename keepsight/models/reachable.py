@@ -1,8 +1,13 @@
-"""Refuses, without importing PyTorch, a hub id that the Hub lacks, and any that is not here while
-the Hub is unreachable."""
+"""Refuses, by its name alone and without importing PyTorch, what cannot be loaded.
+
+A hub id that the Hub lacks, any hub id while the Hub is unreachable, and a folder of a text-only
+model.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -15,10 +20,21 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from keepsight.errors import ModelError
+from keepsight.errors import ModelError, UnsupportedModel
+from keepsight.system.places import expanded
 
 PATIENCE = 2.0  # seconds to wait for the Hub
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "adapter_config.json")
+_READERS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+_SENSES = re.compile("vision|visual|image|img|audio|video|pixel|mm_|encoder|thinker", re.IGNORECASE)
 
 
 def check_hub(path: str, revision: str | None) -> None:
@@ -27,6 +43,7 @@ def check_hub(path: str, revision: str | None) -> None:
         return
     cached = huggingface_hub.try_to_load_from_cache(path, "config.json", revision=revision)
     if isinstance(cached, str):
+        check_folder_sees(os.path.dirname(cached), path)
         return
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{path!r} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
@@ -61,3 +78,30 @@ def _asked(path: str, revision: str | None) -> Exception | None:
     except Exception as error:  # errors of its HTTP library, whichever that is
         return error
     return None
+
+
+def check_folder_sees(path: str, name: str | None = None) -> None:
+    """Refuse a folder whose files name a language model without vision.
+
+    Unclear cases are left to the loader.
+    """
+    folder = expanded(path)
+    if any((folder / name).is_file() for name in _PROCESSORS):
+        return
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        config = json.loads(text)
+        kind, made = config["model_type"], config["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    reads = isinstance(made, list) and all(str(one).endswith(_READERS) for one in made)
+    if (
+        made
+        and reads
+        and "auto_map" not in config
+        and not _SENSES.search(text.replace("is_encoder_decoder", ""))
+    ):
+        raise UnsupportedModel(
+            f"{name or path!r} has no vision tower: models of type {kind!r} only read text; name a "
+            "vision-language model"
+        )

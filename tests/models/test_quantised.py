@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.answers import cold, logits
-from support.models import build, picture, stock_inputs, turn
+from support.models import ALL, build, built, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.errors import UnreadableWeights, UnsupportedModel
@@ -295,3 +295,38 @@ def test_tokens_trained_by_an_adapter(kind: str, tmp_path: Path) -> None:
         package = ks.Package.load(tmp_path / "one.sight")
         assert vlm.ask(package, "What is it?", max_new_tokens=1).usage.images_encoded == 0
         assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
+
+
+def test_experts_in_a_dtype_that_torch_has_no_product_for() -> None:
+    """The model's own code raises: said by name, also when it becomes so later, with a way out."""
+    model, processor = build("qwen3_vl_moe")
+    with ks.wrap(model, processor) as vlm:
+        vlm.chat(FIRST, max_new_tokens=2)
+        model.double()
+        for _ in range(2):
+            with pytest.raises(UnsupportedModel, match=r"grouped_mm.*float64.*'eager'"):
+                vlm.chat(FIRST, max_new_tokens=2)
+        with pytest.raises(UnsupportedModel, match=r"experts by 'grouped_mm'.*bfloat16.*float64"):
+            ks.wrap(model, processor)
+        model.set_experts_implementation("eager")
+        answer = vlm.chat(FIRST, max_new_tokens=2).text
+        with ks.wrap(model, processor) as fresh:
+            assert fresh.chat(FIRST, max_new_tokens=2).text == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_whose_rows_torch_has_no_product_for(dtype: torch.dtype) -> None:
+    """Rows of 72 bytes: the model's own code raises; said by name, with a way out."""
+    model_class, config, processor = ALL["qwen3_vl_moe"]()
+    config.text_config.moe_intermediate_size = 36
+    model, processor = built(lambda: (model_class, config, processor), dtype)
+    inputs = stock_inputs(processor, [turn("Words.")])
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        model.generate(**inputs, max_new_tokens=2)
+    with pytest.raises(UnsupportedModel, match=r"multiple of 16 bytes.*36.*'eager'"):
+        ks.wrap(model, processor)
+    model.set_experts_implementation("eager")
+    wanted = model.generate(**inputs, max_new_tokens=2, do_sample=False)[0, -2:].tolist()
+    with ks.wrap(model, processor) as vlm:
+        found = vlm.chat([turn("Words.")], max_new_tokens=2, do_sample=False).tokens
+        assert found == wanted[: len(found)]
