@@ -88,9 +88,12 @@ class Disk(Writer):
         entry = entry or self._files.entry(name)
         return entry is not None and not entry.is_over(time.time())
 
-    def _listed(self, work: Callable[[Base], T], otherwise: T, wait: bool = True) -> T:
-        """What the index says; `otherwise` if it refuses, or did so recently."""
-        if self._listing.is_aside:
+    def _listed(
+        self, work: Callable[[Base], T], otherwise: T, wait: bool = True, again: bool = False
+    ) -> T:
+        """What the index says; `otherwise` if it refuses, or did so recently and is not asked
+        `again`."""
+        if self._listing.is_aside and not again:
             return otherwise
         try:
             found = self._index.look(work, otherwise, wait)
@@ -324,7 +327,8 @@ class Disk(Writer):
                 self.health.failed(_gone(self.label))
         elif self.health.state == GONE and os.path.isdir(self.label):
             self.health.worked()
-        sums = self._listed(lambda base: index.totals(base, of_tenant(tenant)), list[Sum]())
+        none = list[Sum]()
+        sums = self._listed(lambda b: index.totals(b, of_tenant(tenant)), none, again=True)
         counted = time.time() if self._listing.state == OK else None
         return self.told("disk", sums, counted, whose, self._listing)
 
