@@ -251,7 +251,8 @@ def tables(result: Record) -> Iterator[Told]:
     fields = ["name", "stock_seconds:.1f", "cold_seconds:.2f", "times_cold:.1f"]
     fields += ["warm_seconds:.2f", "times_warm:.1f", "computed_tokens", "prompt_tokens"]
     rows = [cells(row, *fields, "worst_difference:.1e") for row in result["rows"]]
-    yield "stock is timed on a few, and scaled", columns, rows
+    about = "stock is timed on a few, and scaled; llama-server and vLLM answer all, as short chats"
+    yield about, columns, rows
 
 
 main = bench("decisions", __doc__, add, measure, tables, repetitions=0)

@@ -96,7 +96,7 @@ class Document:
                 page = self._open[number]
                 try:
                     width, height = (side * scale for side in page.get_size())
-                    if not 1 <= width * height <= MAX_PIXELS:
+                    if min(width, height) < 1 or width * height > MAX_PIXELS:
                         raise ImageError(
                             f"{label} is {width:.0f}x{height:.0f} pixels at {dpi:.0f} dpi, "
                             f"expected 1 to {MAX_PIXELS} pixels; choose another dpi"
