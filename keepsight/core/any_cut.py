@@ -79,6 +79,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.
 # What Linux reports about a processor and its caches, and does not change while it runs.
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 _CACHE = ("level", "type", "size", "ways_of_associativity")
+_HOUSE = Path(__file__).parents[1]  # this package
 
 Rules = dict[Shape, Rows | None]
 Computed = list[torch.Tensor]  # logits, keys, values and states of fixed size
@@ -437,9 +438,9 @@ def _key(name: str) -> str:
     return digests.digest(_KIND, machine(), name)
 
 
-def code_files(house: Path) -> list[Path]:
+def code_files() -> list[Path]:
     """The files whose code decides what a trial finds."""
-    return [file for room in ("core", "runtimes") for file in (house / room).rglob("*.py")]
+    return [file for room in ("core", "runtimes") for file in (_HOUSE / room).rglob("*.py")]
 
 
 @functools.cache
@@ -447,8 +448,7 @@ def machine() -> str:
     """A digest of everything on this machine that decides which kernels run, and of the code that
     tries them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    house = Path(digests.__file__).parent
-    sources = [[str(file.relative_to(house)), file.read_bytes()] for file in code_files(house)]
+    sources = [[str(file.relative_to(_HOUSE)), file.read_bytes()] for file in code_files()]
     code = digests.digest("code", *[part for source in sorted(sources) for part in source])
     about = [platform.system(), platform.machine(), platform.processor(), *platform.libc_ver()]
     about += [*_processor(), str(os.cpu_count()), str(cores)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,19 @@ def test_why_it_does_not_hold_is_noted_too(tmp_path: Path, trials: list[str]) ->
     assert first["rounding_because"] == second["rounding_because"]
 
 
-def test_the_code_that_decides_a_trial_is_part_of_the_machine() -> None:
+def test_the_code_that_decides_a_trial_is_part_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house = Path(ks.__file__).parent
-    names = {str(file.relative_to(house)) for file in any_cut.code_files(house)}
+    names = {str(file.relative_to(house)) for file in any_cut.code_files()}
     deciding = ["kernels/attention.py", "any_cut.py", "decoding/forward.py"]
     assert names >= {f"core/{name}" for name in deciding} | {"runtimes/modules.py"}
+    shutil.copytree(house / "core", tmp_path / "core")
+    monkeypatch.setattr(any_cut, "_HOUSE", tmp_path)
+    before = any_cut.machine.__wrapped__()
+    with (tmp_path / "core" / "kernels" / "attention.py").open("a") as file:
+        file.write("# another kernel\n")
+    assert any_cut.machine.__wrapped__() != before
 
 
 def test_another_machine_and_other_code_try_anew(
