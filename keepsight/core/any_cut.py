@@ -277,10 +277,10 @@ class AnyCut:
             return doubts[0]
         if not kernels.query_rows.fillings:
             return "its attention is computed by its own functions"
-        kernels.whole_steps = self._steps_are_equal(kernels, cuts, pieces, wanted)
+        found = self._in_pieces(kernels, cuts, pieces, wanted)
         if why := self._mixers_fail(kernels) or self._unlike_stock(wanted[0][-1].float(), cuts):
             return why
-        if not _equal(wanted, cuts.computed(kernels, pieces)):
+        if not _equal(wanted, found):
             return f"{_OTHER_BITS} when a prompt is cut"
         if self._family.decodes_together and not cuts.are_equal_beside_others(kernels, wanted):
             return f"{_OTHER_BITS} beside other sequences"
@@ -307,17 +307,22 @@ class AnyCut:
             return "it computes something else than our kernels"
         return ""
 
-    def _steps_are_equal(
+    def _in_pieces(
         self, kernels: Kernels, cuts: _Cuts, pieces: Sequence[int], wanted: Computed
-    ) -> bool:
-        """Whether short passes give the same without the modules of the model."""
+    ) -> Computed:
+        """What comes of pieces: without the modules of the model in short passes, if that gives the
+        same, and with them otherwise."""
         kernels.whole_steps = True
         try:
             found, steps = cuts.computed(kernels, pieces), self._decoder.steps
         except Exception as error:  # another torch may compile no such script
             logger.info("short passes run by the model's modules: %s", error)
-            return False
-        return steps is not None and steps.passes > 0 and _equal(wanted, found)
+        else:
+            kernels.whole_steps = steps is not None and steps.passes > 0
+            if not kernels.whole_steps or _equal(wanted, found):
+                return found
+        kernels.whole_steps = False
+        return cuts.computed(kernels, pieces)
 
     def _cuts(self, count: int) -> _Cuts:
         return _Cuts(self._model, self._family, self._decoder, count)
