@@ -56,7 +56,7 @@ class PlaceholderMismatch(InputError):
 
 
 class PinsFull(InputError):
-    """Pinned entries count against quota and budget, and this would exceed one of them."""
+    """There is no room for this pin: pinned entries count against quota and budget."""
 
     @classmethod
     def over(cls, what: str, nbytes: int, limit: int, name: str) -> PinsFull:
@@ -118,15 +118,15 @@ class FileError(KeepsightError, ValueError):
 
 
 class NotKeepsightFile(FileError):
-    """The file is not one of ours, or it ends before its header does."""
+    """The file is not one of ours, or ends within its first eight bytes."""
 
 
 class WrongFormatVersion(FileError):
-    """The file was written by another version of the format."""
+    """Another version of the format wrote the file."""
 
 
 class DamagedFile(FileError):
-    """The file is truncated, has flipped bits, or has an inconsistent header."""
+    """The file is cut off, was changed, or its header and content disagree."""
 
 
 class WrongIdentity(FileError):
@@ -185,9 +185,9 @@ class TowerRan(ModelError):
     def __init__(self, tower: str, what: str = "") -> None:
         self.tower = tower
         super().__init__(
-            f"the tower {tower!r} was about to run inside blindfold(){what}: features were "
-            "expected, from memory, the store or a package. Encode the medium before, with "
-            "encode() or prepare(), or hand in its package"
+            f"the encoder {tower!r} was about to run inside blindfold(){what}: features were "
+            "expected, from memory, the store or a package. Call encode() or prepare() before, or "
+            "hand in a package"
         )
 
 
@@ -196,7 +196,7 @@ class UnsupportedModel(ModelError):
 
 
 class UnreadableWeights(ModelError):
-    """Weights that cannot be read cannot be fingerprinted."""
+    """A weight cannot be read, so the model has no fingerprint."""
 
 
 class UpstreamChanged(ModelError):

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST = 30  # words of a sentence
 PRIVATE = ("tower", "grain", "medium", "lane", "namespace", "boundary", "boundaries")
-GENERATED = ("api.md", "errors.md", "command-line.md", "benchmarks.md", "families.md")
+GENERATED = ("api.md", "errors.md", "command-line.md", "benchmarks.md")
 PLAIN_ENOUGH = 0.02  # of all sentences may be longer
 
 

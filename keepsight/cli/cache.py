@@ -41,7 +41,7 @@ _LEAST = 8  # characters of a digest
 _TENANTS = 20  # largest entries in a table
 _SHOWN = 5  # largest and most used entries, dependents of an entry, files of an entry
 _WHAT = {
-    "package": "the features of one medium",
+    "package": "the features of one image",
     "snapshot": "what a model remembers of one stretch of a prompt",
     "state": "the states of fixed size at the end of a snapshot",
     "alias": "a note: these pixels or file bytes are that image",

@@ -56,7 +56,7 @@ def encode(
     fps: float | None = option("Encode videos as images: frames per second."),
     codec: str = option("exact, bf16 or int8.", check=check_codec, default="exact"),
     batch: int = option(
-        "Pictures in one pass of the tower; their packages say so.", min=1, default=1
+        "Pictures in one pass of the vision encoder; their packages say so.", min=1, default=1
     ),
     tenant: str | None = option("Whose memory to use; tenants of a store share nothing."),
     shard: str | None = option("This machine's share, such as 2/8.", metavar="I/N"),

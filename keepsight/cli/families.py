@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NEAR = 3  # most names that an unknown type is answered with
 _REUSES = {
     "prefix": "whatever two prompts begin with in common",
-    "same media": "the beginning of a prompt, as long as no medium is added behind it",
+    "same media": "the beginning of a prompt, as long as no image is added behind it",
     "whole prompt": "only an identical prompt, since all its tokens attend to each other",
 }
 

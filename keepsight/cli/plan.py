@@ -66,6 +66,6 @@ def plan(
     count, tower = planned.parameters / 1e6, planned.tower_parameters / 1e6
     about = (
         f"{name}: {planned.model_type}, {count:,.1f} million weights, of which {tower:,.1f} in "
-        f"the tower\na picture of {size}: {planned.picture_tokens} tokens"
+        f"the vision encoder\na picture of {size}: {planned.picture_tokens} tokens"
     )
     say(as_json, told | columns, about, table("", *columns, right=tuple(columns), rows=rows))

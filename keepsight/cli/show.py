@@ -42,8 +42,8 @@ _KINDS = {
 _RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 _HELD = {
     None: "float32",
-    "int8": "int8 (decoder and head), float32 (tower)",
-    "int4": "int4 (decoder), int8 (head), float32 (tower)",
+    "int8": "int8 (decoder and head), float32 (vision encoder)",
+    "int4": "int4 (decoder), int8 (head), float32 (vision encoder)",
 }
 _MOST_TENSORS = 24
 

@@ -64,7 +64,7 @@ def load(
 ) -> VLM:
     """A model by name: `"demo"`, `"demo-hybrid"`, `"demo-smol"`, a folder, or a hub id.
 
-    With `vision=False` the vision tower is left out: its weights take no memory, and all images
+    With `vision=False` the vision encoder is left out: its weights take no memory, and all images
     must come from packages or from a store that has them. Further options are those of `wrap`. A
     folder written by `keepsight export` is loaded like any other, and runs in its own runtime.
     `device` and `device_map` are two names of one option.

@@ -77,7 +77,9 @@ class Vision:
     def batched(self, count: int) -> Vision:
         """The same encoder, with so many pictures in a pass."""
         if count < 1:
-            raise InputError(f"batch={count}; expected pictures in a pass of the tower: 1 or more")
+            raise InputError(
+                f"batch={count}; expected pictures in a pass of the vision encoder: 1 or more"
+            )
         if count == 1:
             return self
         other = copy.copy(self)
@@ -235,7 +237,9 @@ class Vision:
         """A report's note on how features were made, if unusual."""
         if where == "tower":
             rows = package.provenance.get("rows")
-            return f"medium {number}: the tower's layers ran {rows} rows at a time" if rows else ""
+            return (
+                f"medium {number}: the encoder's layers ran {rows} rows at a time" if rows else ""
+            )
         kept = "" if package.packed is None else f"; kept as {package.codec}"
         elsewhere = self.differences(package)
         return elsewhere and f"features of medium {number} made elsewhere: {elsewhere}{kept}"

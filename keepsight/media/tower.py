@@ -107,9 +107,9 @@ class Tower:
         try:
             check_shapes(package, "the features")
         except FileError as error:
-            raise ImageError(f"the vision tower gave other features than expected: {error}") from (
-                error
-            )
+            raise ImageError(
+                f"the vision encoder gave other features than expected: {error}"
+            ) from error
         return package
 
     def _pixels_of(self, medium: Medium) -> Pixels:
@@ -155,7 +155,9 @@ class Tower:
                 for pixels in media
             ]
             what = shapes[0] if len(shapes) == 1 else shapes
-            raise ImageError(f"the vision tower refused pixels of shape {what}: {error}") from error
+            raise ImageError(
+                f"the vision encoder refused pixels of shape {what}: {error}"
+            ) from error
 
 
 def _alone(key: str, pixels: Pixels, origin: FeatureOrigin) -> Medium:

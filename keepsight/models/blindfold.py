@@ -90,5 +90,5 @@ def _refuse_compiled(model: PreTrainedModel) -> None:
         if hasattr(module, "dynamo_ctx") or module._compiled_call_impl is not None:
             raise ModelError(
                 f"{path or 'the model'} is compiled, and compiled code ignores hooks, so "
-                "blindfold() could miss a run of the tower; use a model that is not compiled"
+                "blindfold() could miss a run of the encoder; use a model that is not compiled"
             )

@@ -74,7 +74,7 @@ def without_head(model: PreTrainedModel) -> tuple[PreTrainedModel, DecisionHead 
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(inner.config), None)
     if kind is None:
         raise UnsupportedModel(
-            f"this decision model reads with {type(inner).__name__}, which has no vision tower; "
+            f"this decision model reads with {type(inner).__name__}, which has no vision encoder; "
             "name a decision model that sees"
         )
     with torch.device("meta"):

@@ -91,7 +91,7 @@ def check_device(device_map: DeviceMap) -> None:
 
 
 def check_sees(path: str, revision: str | None) -> None:
-    """Refuse a language model without a vision tower."""
+    """Refuse a language model without a vision encoder."""
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
     except Exception:  # an adapter, or something that loading itself refuses by name
@@ -99,7 +99,7 @@ def check_sees(path: str, revision: str | None) -> None:
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or hasattr(config, "vision_config")
     if not sees and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(
-            f"{path!r} has no vision tower: models of type {config.model_type!r} only read text; "
+            f"{path!r} has no vision encoder: models of type {config.model_type!r} only read text; "
             "name a vision-language model"
         )
 
@@ -136,8 +136,8 @@ def load_without_tower(
     family = family_of(model)
     if not family.proven or family.packages_only:
         raise UnsupportedModel(
-            f"model type {model.config.model_type!r} cannot be loaded without its tower: no test "
-            "has shown that its answers are exact from packages alone; load it whole"
+            f"model type {model.config.model_type!r} cannot be loaded without its vision encoder: "
+            "no test has shown that its answers are exact from packages alone; load it whole"
         )
     for name in tower_parts(family):
         part = model.get_submodule(name)

@@ -102,6 +102,6 @@ def check_folder_sees(path: str, name: str | None = None) -> None:
         and not _SENSES.search(text.replace("is_encoder_decoder", ""))
     ):
         raise UnsupportedModel(
-            f"{name or path!r} has no vision tower: models of type {kind!r} only read text; name a "
-            "vision-language model"
+            f"{name or path!r} has no vision encoder: models of type {kind!r} only read text; name "
+            "a vision-language model"
         )

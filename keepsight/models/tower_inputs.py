@@ -22,7 +22,7 @@ def tower_tensors(
 
     `grids` are rows of `image_grid_thw`, or a processor's own outputs by name, as for videos
     (`video_grid_thw`), `target_sizes` or sound (`input_features`, `feature_attention_mask`). Empty
-    for towers that compute nothing from sizes; docs/families.md has the table.
+    for towers that compute nothing from sizes; docs/compiling.md has the table.
     """
     given = dict(grids) if isinstance(grids, Mapping) else {"image_grid_thw": _rows(grids)}
     where = model.device if device is None else device

@@ -248,7 +248,7 @@ def _ids(runtime: Runtime, given: Continuation, where: str) -> np.ndarray:
     if not whole or not len(given):
         raise InputError(f"{where}: expected a text, or token ids from 0 to {size - 1}")
     if placed := set(runtime.family.placeholders.values()) & set(given):
-        raise InputError(f"{where} has the token {min(placed)}, which stands for a medium")
+        raise InputError(f"{where} has the token {min(placed)}, which stands for an image")
     return np.array(given, dtype=np.int64)
 
 

@@ -54,7 +54,9 @@ def refuse_options(dtype: Dtype, device_map: DeviceMap, vision: bool) -> None:
     if device_map not in (None, "cpu", "auto"):
         raise UnsupportedInput(f"device_map={device_map!r}: exported models run on the CPU")
     if not vision:
-        raise UnsupportedInput("vision=False: an exported model has its tower; leave it in")
+        raise UnsupportedInput(
+            "vision=False: an exported model has its vision encoder; leave it in"
+        )
 
 
 def load_exported(

@@ -71,7 +71,7 @@ def load_mlx(
          "dtype; convert the checkpoint with mlx_vlm.convert"),
         (device_map not in (None, "auto"), f"device_map={device_map!r}: MLX chooses its device "
          "itself"),
-        (not vision, "vision=False: a model in MLX has its tower; leave it in"),
+        (not vision, "vision=False: a model in MLX has its vision encoder; leave it in"),
         (revision is not None, f"revision={revision!r}: a folder has no revisions"),
         (not folder.is_dir(), f"{path!r} is no folder: download the checkpoint, and name its "
          "folder"),

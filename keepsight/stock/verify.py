@@ -173,7 +173,7 @@ def _tower(runtime: Runtime, messages: list[Message], tenant: str) -> list[Check
     note = f"{cold} runs of its parts for new pictures, {warm} for known ones"
     beside = f"{pixels:,} bytes of pixels, {features:,} bytes of features"
     return [
-        Check("the tower does not run for known pictures", warm == 0, float(warm), note),
+        Check("the encoder does not run for known pictures", warm == 0, float(warm), note),
         Check("pixels beside features", features > 0, 0.0, beside),
     ]
 

@@ -403,10 +403,10 @@ def test_a_model_that_only_reads_text_is_refused_by_what_it_lacks(tmp_path: Path
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="has no vision tower: models of type 'llama'"):
+    with pytest.raises(UnsupportedModel, match="has no vision encoder: models of type 'llama'"):
         ks.load(tmp_path)
     code, text = said("ask", "what?", "--model", str(tmp_path))
-    assert (code, "has no vision tower" in text) == (2, True)
+    assert (code, "has no vision encoder" in text) == (2, True)
 
 
 @pytest.mark.parametrize("silent", [True, False])

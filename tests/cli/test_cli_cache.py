@@ -63,7 +63,7 @@ def test_what_is_in_a_store_is_listed_by_its_pictures(store: Path) -> None:
     assert (told["key"], told["tokens"], told["tier"]) == (key, 9, "disk")
     for name in (f"package/{key}", "cat.png"):
         shown = run("cache", "explain", name).stdout
-        assert "the features of one medium" in shown and "when a budget is exceeded" in shown
+        assert "the features of one image" in shown and "when a budget is exceeded" in shown
 
 
 def test_what_is_pinned_stays_until_somebody_says_otherwise(store: Path) -> None:

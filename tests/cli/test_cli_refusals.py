@@ -76,7 +76,7 @@ ask Hi -m none                            | a hub id (owner/name)
 ask Hi -m model                           | no config.json
 ask Hi -m p.png                           | p.png is a file
 ask Hi -m /nowhere/at/all                 | /nowhere/at/all
-ask Hi -m bert                            | has no vision tower: models of type 'bert'
+ask Hi -m bert                            | has no vision encoder: models of type 'bert'
 ask Hi -m ~nobody-here/m                  | no home folder that ~ stands for
 ask Hi --store notes.txt                  | notes.txt cannot be a store: it is a file
 ask Hi --store ~nobody-here/s             | no home folder that ~ stands for
@@ -110,8 +110,8 @@ chat --image none.png                     | none.png
 chat demo-hybird                          | did you mean demo-hybrid?
 chat -m demo-hybird                       | did you mean demo-hybrid?
 chat demo --model demo-hybrid             | 'demo' and --model demo-hybrid: name one model
-chat text                                 | 'text' has no vision tower: models of type 'gpt2' only
-chat some/reader                          | 'some/reader' has no vision tower: models of type
+chat text                                 | 'text' has no vision encoder: models of type 'gpt2' only
+chat some/reader                          | 'some/reader' has no vision encoder: models of type
 chat some/model                           | is not on this machine and the Hub cannot be reached
 chat demo --device cuda                   | device 'cuda': PyTorch ... sees none here; leave the
 chat demo --device-map mps                | device 'mps': PyTorch ... sees none here

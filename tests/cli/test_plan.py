@@ -61,7 +61,7 @@ def test_what_cannot_be_planned_is_refused_by_name(tmp_path: Path) -> None:
         assert refused.exit_code == 2
         assert "expected width and height" in refused.output
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedModel, match="has no vision tower"):
+    with pytest.raises(UnsupportedModel, match="has no vision encoder"):
         plan(str(tmp_path), SIZE)
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     with pytest.raises(ModelError):

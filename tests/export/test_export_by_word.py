@@ -141,7 +141,7 @@ def test_auto_is_openvino_where_it_can_be(made: list[str], tmp_path: Path) -> No
     ("options", "why"),
     [
         ({"store": ""}, "needs a store"),
-        ({"vision": False}, "has its tower"),
+        ({"vision": False}, "has its vision encoder"),
         ({"dtype": "bfloat16"}, "computes as it was exported"),
         ({"openvino": None}, "openvino is not installed"),
     ],

@@ -81,7 +81,7 @@ def test_certify_counts_runs_and_bytes() -> None:
         found = certify(vlm.runtime, [picture(1), picture(2)], "What?")
         checks = {one.what: one for one in found.checks}
         package = vlm.encode(picture(1))
-    runs = checks["the tower does not run for known pictures"]
+    runs = checks["the encoder does not run for known pictures"]
     assert runs.ok and runs.note == "2 runs of its parts for new pictures, 0 for known ones"
     note = checks["pixels beside features"].note
     assert "bytes of pixels" in note and f"{2 * package.nbytes:,} bytes of features" in note

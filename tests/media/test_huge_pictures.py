@@ -185,7 +185,7 @@ def test_stats_and_reports_say_what_ran_by_rows(vlm: Any) -> None:
     assert not vlm.ask(picture(1, 96, 96), "What?", max_new_tokens=1).report.notes
     assert vlm.stats()["features"]["by_rows"] == 0
     reply = vlm.ask(picture(3, *SIDES), "What?", max_new_tokens=1)
-    assert reply.report.notes == [f"medium 0: the tower's layers ran {ROWS} rows at a time"]
+    assert reply.report.notes == [f"medium 0: the encoder's layers ran {ROWS} rows at a time"]
     found = vlm.stats()["features"]
     assert found["by_rows"] == 1 and found["encoded"] == 2
     again = vlm.ask(picture(3, *SIDES), "And now?", max_new_tokens=1)

@@ -60,7 +60,7 @@ def test_it_answers_nothing(mlcd: tuple[Any, Any]) -> None:
             lambda: vlm.generate(input_ids=torch.tensor([[1]])),
             lambda: vlm.session(),
         ):
-            with pytest.raises(UnsupportedInput, match="vision tower"):
+            with pytest.raises(UnsupportedInput, match="vision encoder"):
                 call()
 
 

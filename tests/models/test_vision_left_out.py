@@ -132,7 +132,7 @@ def test_models_that_no_test_has_shown_exact_are_refused(
 ) -> None:
     folder = folder_of("qwen3_vl", tmp_path)
     monkeypatch.delitem(SUPPORTED, "qwen3_vl")
-    with pytest.raises(UnsupportedModel, match="without its tower"):
+    with pytest.raises(UnsupportedModel, match="without its vision encoder"):
         ks.load(folder, vision=False)
     with pytest.raises(ModelError, match="cannot be loaded"):
         ks.load(tmp_path / "nothing", vision=False)

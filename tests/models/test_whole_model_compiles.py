@@ -46,7 +46,7 @@ KINDS = (
     "video_llama_3",
     "paddleocr_vl",
 )
-WAYS = ("pixels", "features", "step", "export", "export features")  # columns in docs/families.md
+WAYS = ("pixels", "features", "step", "export", "export features")  # columns in docs/compiling.md
 # Attention in windows: with `sdpa` each window's length is compared with 1 inside the graph, and
 # the exporter's patches run all windows as one batch.
 WINDOWED = {"qwen2_5_vl", "qwen2_5_omni_thinker"}
@@ -370,7 +370,7 @@ def test_glm_image_steps_in_one_graph_and_cannot_look_in_one() -> None:
 
 # -- what the page says --------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compiling.md"
 
 
 def test_the_page_says_what_was_tried() -> None:

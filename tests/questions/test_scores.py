@@ -173,7 +173,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "half a character": (..., ["\ud83d"], r"continuations\[0\]"),
     "no ids": (..., [[]], r"continuations\[0\]"),
     "an id too large": (..., [[99_999_999]], r"continuations\[0\]"),
-    "a picture's token": (..., [[6]], "stands for a medium"),
+    "a picture's token": (..., [[6]], "stands for an image"),
     "a number": (..., [3], r"continuations\[0\]"),
     "too few lists": ([[turn("a")], [turn("b")]], [["x"]], "1 lists for 2"),
 }

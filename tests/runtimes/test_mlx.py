@@ -218,7 +218,7 @@ def test_what_does_not_run_in_mlx_is_refused_by_name(tmp_path: Path) -> None:
     folder = folder_of("qwen3_vl", tmp_path / "qwen3_vl")
     for options, said in (
         ({"dtype": "float16"}, "mlx_vlm.convert"),
-        ({"vision": False}, "has its tower"),
+        ({"vision": False}, "has its vision encoder"),
         ({"device_map": "cpu"}, "chooses its device"),
         ({"revision": "main"}, "no revisions"),
         ({"weights": "int8"}, "mlx_vlm.convert -q"),

@@ -49,7 +49,7 @@ FAMILIES = (
 )
 _REASONS = {  # of the tested ones
     "ernie4_5_vl_moe": "its resampler counts in a loop over a tensor, which no exporter traces",
-    "video_llama_3": "its tower takes pictures of any size without a grid for a graph to vary by",
+    "video_llama_3": "its vision encoder takes pictures of any size without a grid to vary by",
 }
 MAX_PATCHES = 16_384
 _NEAR = 1e-3  # of the logits' scale; a float32 export further off is wrong

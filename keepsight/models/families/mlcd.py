@@ -1,4 +1,4 @@
-"""A vision tower without a language model (MLCD): it makes packages and gives no answers.
+"""A vision encoder without a language model (MLCD): it makes packages and gives no answers.
 
 Its features are what a model like LLaVA takes from it: one row per patch, after one for the class
 token.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Mlcd(Family):
     """`last_hidden_state` of one image; this model has no prompts."""
 
-    packages_only = "a vision tower without a language model"
+    packages_only = "a vision encoder without a language model"
     casts = True
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -36,7 +36,7 @@ class Mllama(Family):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.core = model, model.base_model
         if not hasattr(self.core, "vision_model"):
-            raise UnsupportedModel(f"{type(model).__name__} has no vision tower")
+            raise UnsupportedModel(f"{type(model).__name__} has no vision encoder")
         self.image_token_id, self.video_token_id = self._image_token(), None
         self.mrope, self.tower_tensors = False, TowerTensors(self.core)
         self._encoder_inputs = {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"}

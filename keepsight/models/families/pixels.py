@@ -107,7 +107,7 @@ def features_in(
     for number, wanted in enumerate(tokens):
         rows = pooled[number].shape[:-1].numel()
         if wanted and rows != wanted:  # Idefics drops a tile of zeros as padding
-            raise ImageError(f"the vision tower gave {rows} rows for {wanted} tokens")
+            raise ImageError(f"the vision encoder gave {rows} rows for {wanted} tokens")
         tensors = {"features": pooled[number]}
         tensors |= {f"deepstack.{n}": level[number] for n, level in enumerate(levels)}
         made.append(({name: own(tensor) for name, tensor in tensors.items()}, container))
