@@ -31,7 +31,14 @@ def tower_tensors(
         return {}
     try:
         return family.tower_tensors.of(given, where)
-    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         shapes = {name: tuple(getattr(value, "shape", ())) for name, value in given.items()}
         raise InputError(
             f"these are not sizes from this model's processor ({error}): {shapes}"

@@ -246,8 +246,9 @@ def test_anybody_may_ask_for_them() -> None:
     assert by_name["cu_seqlens"].tolist() == [0, 32, 64]
     for kind in ("llava", "mllama"):
         assert ks.tower_tensors(models.build(kind)[0], grids) == {}
-    for wrong in ([1, 4, 8], [[1, 4]], [[1.0, 4.0, 8.0]], [[1, 0, 8]], "abc", []):
-        with pytest.raises(InputError, match="grids"):
+    listed = {"image_grid_thw": grids}  # a processor gives tensors
+    for wrong in ([1, 4, 8], [[1, 4]], [[1.0, 4.0, 8.0]], [[1, 0, 8]], "abc", [], listed):
+        with pytest.raises(InputError, match="grid"):
             ks.tower_tensors(model, wrong)  # type: ignore[arg-type]
 
 
