@@ -24,7 +24,6 @@ from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS, check_leng
 from keepsight.core.runtime import Runtime
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
-from keepsight.models import upstream
 from keepsight.models.renamed import NEW, OLD
 from keepsight.report import Report
 from keepsight.stock.forward import InstalledForward
@@ -275,9 +274,6 @@ class InstalledGenerate:
         scored = as_dict and (config.output_scores or config.output_logits)
         if scored and (len(rows) > 1 or given.get("stopping_criteria")):
             raise UnsupportedInput("scores of a batch, or custom stopping criteria")
-        pad = upstream.padding_of(config)
-        if given.get("attention_mask") is None and bool((asked.ids == pad).any()):
-            raise UnsupportedInput("input_ids has padding, and there is no attention_mask")
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -324,15 +326,22 @@ def _overlap(text: str, stop: str) -> int:
 
 def samples_of(model: PreTrainedModel, options: Options) -> int:
     """The number of samples per prompt, if several can be drawn."""
-    given = options.get("generation_config")
-    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
-
-    def value(name: str) -> object:
-        return next((home[name] for home in homes if home.get(name) is not None), None)
-
-    count = value("num_return_sequences")
+    count = _option(model, options, "num_return_sequences")
     if not isinstance(count, int) or count < 2:
         return 1
-    if value("num_beams") not in (None, 1) or not value("do_sample"):
+    if _option(model, options, "num_beams") not in (None, 1):
         return 1  # refused by name together with the other options
-    return count
+    return count if _option(model, options, "do_sample") else 1
+
+
+def pads_of(model: PreTrainedModel, options: Options) -> int | None:
+    """The token that Transformers takes for padding where a prompt comes without a mask."""
+    pad, ends = (_option(model, options, name) for name in ("pad_token_id", "eos_token_id"))
+    return pad if isinstance(pad, int) and pad not in np.atleast_1d(ends) else None
+
+
+def _option(model: PreTrainedModel, options: Options, name: str) -> Any:
+    """What a call asks for, or else the checkpoint."""
+    given = options.get("generation_config")
+    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
+    return next((home[name] for home in homes if home.get(name) is not None), None)
