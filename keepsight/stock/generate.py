@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
-from keepsight.core.decoding.sampling import known_options, pads_of, samples_of, seed_of
+from keepsight.core.decoding.sampling import known_options, option_of, pads_of, samples_of, seed_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.errors import (
@@ -103,8 +103,7 @@ def request(
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
     if as_dict is None:
-        given = options.get("generation_config") or runtime.model.generation_config
-        as_dict = given.return_dict_in_generate
+        as_dict = option_of(runtime.model, options, "return_dict_in_generate")
     options["return_dict_in_generate"] = bool(as_dict)  # output_logits depends on it
     ids = _check_ids(runtime, tensors)
     mask = tensors.get("attention_mask")

@@ -90,6 +90,22 @@ def test_padding_without_a_mask_is_seen_as_stock_sees_it(kind: str) -> None:
             torch.testing.assert_close(one.logits[0], wanted.logits[0], rtol=0, atol=float(near))
 
 
+def test_settings_come_from_wherever_stock_takes_them(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    inputs = stock_inputs(processor, FIRST)
+    ids, length = inputs.pop("input_ids"), inputs["attention_mask"].shape[1]
+    config = copy.deepcopy(model.generation_config)
+    config.update(max_new_tokens=3, return_dict_in_generate=True)
+    model.generation_config.max_new_tokens = 2
+    ways: list[Any] = [((ids, config), {}), ((ids,), {"max_length": length + 5})]
+    wanted = [model.generate(*given, **inputs, **options) for given, options in ways]
+    with ks.installed(model, processor):
+        found = [model.generate(*given, **inputs, **options) for given, options in ways]
+    assert type(found[0]) is type(wanted[0])
+    assert torch.equal(found[0].sequences, wanted[0].sequences)
+    assert torch.equal(found[1], wanted[1])
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
