@@ -5,11 +5,12 @@ Each call comes here first, so that no option is accepted and then ignored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepsight.core.decoding.sampling import known_options
 from keepsight.core.settings import tenant_name
-from keepsight.errors import UnknownOption
+from keepsight.errors import InputError, UnknownOption
 from keepsight.kinds import Answering, Asking, Options
 
 CHAT_OPTIONS = ("tenant", "tools", "template_kwargs")
@@ -36,7 +37,10 @@ class Call:
         UnknownOption.refuse(options, known, where, own)
         options = dict(options)
         asked = options.pop("tenant", None)
-        template = dict(options.pop("template_kwargs", None) or {})
+        template = options.pop("template_kwargs", None) or {}
+        if not isinstance(template, Mapping):
+            raise InputError(f"template_kwargs is a {type(template).__name__}, expected a record")
+        template = dict(template)
         if (tools := options.pop("tools", None)) is not None:
             template["tools"] = tools
         whose = tenant if asked is None else tenant_name(asked)

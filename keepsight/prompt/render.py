@@ -27,6 +27,7 @@ from keepsight.kinds import Message, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models import upstream
 from keepsight.models.families import Family
+from keepsight.models.families.pixels import embedding_of
 from keepsight.prefix.prompt import Prompt
 from keepsight.prompt.control_tokens import END, MARKED, ControlTokens
 from keepsight.prompt.encodings import Encodings, tokenizer_state
@@ -151,6 +152,12 @@ class Renderer:
         text = "".join([*parts, text[cursor:]])
         self.lengths.check_rendered(text, self.tokenizer)
         ids = self.encodings.encode(text, tenant)
+        size = embedding_of(self._family.model).num_embeddings
+        if len(ids) and int(ids.max()) >= size:
+            raise InputError(
+                f"the tokenizer makes the token {int(ids.max())} of this conversation, and the "
+                f"model knows {size}: call model.resize_token_embeddings(len(tokenizer))"
+            )
         return self._expanded(ids, runs, media, MARKED.sub(r"\1", text))
 
     def continuation(self, text: str) -> np.ndarray:

@@ -85,6 +85,9 @@ class Decider:
             return self._head.config
         if isinstance(given, DecisionConfig):
             return given
+        if not isinstance(given, str | os.PathLike | None):
+            kind = type(given).__name__
+            raise InputError(f"decision_config is a {kind}; expected a DecisionConfig or its place")
         where = self._runtime.model.name_or_path if given is None else os.fspath(given)
         if self._read is not None and self._read[0] == where and not os.path.exists(where):
             return self._read[1]  # a hub is not asked twice

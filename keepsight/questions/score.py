@@ -242,7 +242,8 @@ def _ids(runtime: Runtime, given: Continuation, where: str) -> np.ndarray:
             raise InputError(f"{where}: the tokenizer does not know all of {given[:100]!r}")
         return ids
     size = embedding_of(runtime.model).num_embeddings
-    whole = isinstance(given, Sequence) and all(
+    several = isinstance(given, Sequence) and not isinstance(given, bytes | bytearray)
+    whole = several and all(
         isinstance(one, int) and not isinstance(one, bool) and 0 <= one < size for one in given
     )
     if not whole or not len(given):

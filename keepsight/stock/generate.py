@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
-from keepsight.core.decoding.sampling import known_options, samples_of, seed_of
+from keepsight.core.decoding.sampling import known_options, option_of, pads_of, samples_of, seed_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.errors import (
@@ -103,14 +103,16 @@ def request(
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
     if as_dict is None:
-        given = options.get("generation_config") or runtime.model.generation_config
-        as_dict = given.return_dict_in_generate
+        as_dict = option_of(runtime.model, options, "return_dict_in_generate")
     options["return_dict_in_generate"] = bool(as_dict)  # output_logits depends on it
     ids = _check_ids(runtime, tensors)
-    mask = _check_mask(tensors.get("attention_mask"), ids)
+    mask = tensors.get("attention_mask")
+    if mask is None and embeddings is None:
+        mask = ids != pad if (pad := pads_of(runtime.model, options)) is not None else None
+    rows = _check_mask(mask, ids)
     with runtime.lock:
         runtime.refresh(tenant)
-        prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, mask)
+        prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, rows)
     count = samples_of(runtime.model, options)
     if count > 1:  # per prompt; its first sample prefills it for the others
         ids, prompts = ids.repeat_interleave(count, 0), [p for p in prompts for _ in range(count)]
@@ -204,8 +206,8 @@ def _check_mask(mask: object, ids: torch.Tensor) -> np.ndarray:
     rows: np.ndarray = mask.cpu().numpy().astype(bool)
     if (np.diff(rows.astype(np.int8), axis=1) < 0).any() or not rows[:, -1].all():
         raise UnsupportedInput(
-            "attention_mask has zeros behind ones; only left padding is supported "
-            "(set tokenizer.padding_side = 'left')"
+            "attention_mask, or padding in input_ids without one, has zeros behind ones; only left "
+            "padding is supported (set tokenizer.padding_side = 'left')"
         )
     return rows
 

@@ -20,11 +20,15 @@ import torch
 from transformers import Cache, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS, check_length, sampler
+from keepsight.core.decoding.sampling import (
+    DEFAULT_GENERATE_TOKENS,
+    check_length,
+    option_of,
+    sampler,
+)
 from keepsight.core.runtime import Runtime
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
-from keepsight.models import upstream
 from keepsight.models.renamed import NEW, OLD
 from keepsight.report import Report
 from keepsight.stock.forward import InstalledForward
@@ -148,7 +152,7 @@ class InstalledGenerate:
         if not isinstance(found, Generated):
             raise ModelError("the answer came without its report")
         self._note(found.report)
-        if not self._as_dict(options):
+        if not asked.options["return_dict_in_generate"]:
             return found.sequences
         found.report.notes.append(_NO_CACHE)
         return GenerateDecoderOnlyOutput(
@@ -241,20 +245,13 @@ class InstalledGenerate:
         tokenizer = given.pop("tokenizer", None)  # comes with stop strings
         if tokenizer not in (None, getattr(runtime.processor, "tokenizer", None)):
             raise UnsupportedInput("the tokenizer is not the processor's")
-        as_dict = self._as_dict(given)
+        as_dict = bool(option_of(runtime.model, given, "return_dict_in_generate"))
         given = {name: value for name, value in given.items() if value is not None}
         asked = request(runtime, inputs, {**given, "return_dict_in_generate": True}, self._tenant)
         asked.options["return_dict_in_generate"] = as_dict
         self._check(asked, given, as_dict)
         asked.as_dict = True
         return asked
-
-    def _as_dict(self, options: Options) -> bool:
-        asked = options.get("return_dict_in_generate")
-        if asked is None:
-            config = options.get("generation_config") or self._runtime.model.generation_config
-            asked = getattr(config, "return_dict_in_generate", None)
-        return bool(asked)
 
     def _check(self, asked: GenerateRequest, given: Options, as_dict: bool) -> None:
         """Refuse calls for which the model's own `generate` treats the batch as a whole, or gives
@@ -275,9 +272,6 @@ class InstalledGenerate:
         scored = as_dict and (config.output_scores or config.output_logits)
         if scored and (len(rows) > 1 or given.get("stopping_criteria")):
             raise UnsupportedInput("scores of a batch, or custom stopping criteria")
-        pad = upstream.padding_of(config)
-        if given.get("attention_mask") is None and bool((asked.ids == pad).any()):
-            raise UnsupportedInput("input_ids has padding, and there is no attention_mask")
 
 
 @contextmanager

@@ -386,8 +386,15 @@ def test_unknown_and_impossible_options(dense: Any) -> None:
     for tenant in ("", 7, "x" * 2000):
         with pytest.raises(InputError, match="tenant"):
             dense.chat(messages, tenant=tenant)
-    with pytest.raises(InputError, match="max_new_tokens"):
-        dense.chat(messages, max_new_tokens=0)
+    wrong: dict[str, Any] = {"max_new_tokens": 0, "eos_token_id": "x", "stop": 3}
+    wrong |= {"generation_config": {"max_new_tokens": 3}, "template_kwargs": 3}
+    wrong |= {"logits_processor": 5, "watermarking_config": {"x": 1}}
+    for name, value in wrong.items():
+        with pytest.raises(InputError):
+            dense.chat(messages, **{name: value})
+    nothing = {"suppress_tokens": list(range(len(dense.processor.tokenizer)))}
+    with pytest.raises(InputError, match="no token can be drawn"):
+        dense.chat(messages, do_sample=True, **nothing)
     assert dense.chat(messages).text
 
 

@@ -118,6 +118,16 @@ def test_more_images_than_the_template_writes(dense: Any) -> None:
             vlm.ask(picture(1), "What?")
 
 
+def test_a_token_that_the_model_does_not_know() -> None:
+    model, processor = build("qwen3_vl")
+    processor.tokenizer.add_tokens([f"zebra{i}" for i in range(600)])
+    with ks.wrap(model, processor) as vlm:
+        for call in (vlm.chat, vlm.prepare, vlm.inputs, lambda chat: vlm.score(chat, ["a"])):
+            with pytest.raises(InputError, match="resize_token_embeddings"):
+                call([turn("zebra599", picture(1))])
+        assert vlm.chat([turn("Hello!")], max_new_tokens=2).tokens
+
+
 def test_without_a_processor() -> None:
     model, processor = build("qwen3_vl")
     inputs = stock_inputs(processor, [turn("One.", picture(1))])

@@ -358,8 +358,9 @@ def test_bad_input_is_named_and_the_next_request_is_served() -> None:
             )
         with pytest.raises(ImageError, match=r"assets\['<first>'\]"):
             vlm.decide({**good, "assets": {**good["assets"], "<first>": "/no/such.png"}})
-        with pytest.raises(InputError, match="decision_config"):
-            vlm.decide(good, decision_config=__file__ + "/decision.json")
+        for place in (__file__ + "/decision.json", 3, b"decision.json"):
+            with pytest.raises(InputError, match="decision_config"):
+                vlm.decide(good, decision_config=place)  # type: ignore[arg-type]
         expect_equal(vlm.decide(good, decision_config=config), theirs)
         vlm.runtime.check()
 

@@ -175,6 +175,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "an id too large": (..., [[99_999_999]], r"continuations\[0\]"),
     "a picture's token": (..., [[6]], "stands for an image"),
     "a number": (..., [3], r"continuations\[0\]"),
+    "bytes": (..., ["a", b"ab"], r"continuations\[1\]"),
     "too few lists": ([[turn("a")], [turn("b")]], [["x"]], "1 lists for 2"),
 }
 

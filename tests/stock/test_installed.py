@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import keepsight as ks
-from keepsight.errors import InputError, ModelError, TowerRan
+from keepsight.errors import InputError, ModelError, TowerRan, UnsupportedInput
 
 KINDS = ("qwen3_vl", "qwen2_vl", "gemma3", "llava")
 FIRST = [turn("What is it?", picture(1))]
@@ -61,6 +61,49 @@ def test_answers_are_those_of_stock_and_the_tower_is_not_called(kind: str) -> No
                 script(model, processor, [turn("What?", picture(3))])
     assert "generate" not in vars(model) and model.generate.__func__ is type(model).generate
     assert torch.equal(script(model, processor, NEXT), wanted[2])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llava"])
+def test_padding_without_a_mask_is_seen_as_stock_sees_it(kind: str) -> None:
+    model, processor = build(kind)
+    left = stock_inputs(processor, FIRST)
+    del left["attention_mask"]
+    for name, filled in (("input_ids", 550), ("mm_token_type_ids", 0), ("token_type_ids", 0)):
+        if name in left:
+            left[name] = torch.nn.functional.pad(left[name], (3, 0), value=filled)
+    hole = {**left, "input_ids": left["input_ids"].clone()}
+    hole["input_ids"][0, -2] = 550
+    for ends in (2, [2, 550]):  # a token that ends answers is no padding
+        options = {**GREEDY, "pad_token_id": 550, "eos_token_id": ends, "output_logits": True}
+        options["return_dict_in_generate"] = True
+        wanted, holed = (model.generate(**given, **options) for given in (left, hole))
+        with ks.installed(model, processor) as vlm:
+            found = [vlm.generate(**left, **options), model.generate(**left, **options)]
+            assert vlm.report().cached_tokens
+            assert torch.equal(model.generate(**hole, **options).sequences, holed.sequences)
+            if ends == 2:
+                with pytest.raises(UnsupportedInput, match="attention_mask"):
+                    vlm.generate(**hole, **options)
+        for one in found:
+            assert torch.equal(one.sequences, wanted.sequences)
+            near = 1e-4 * wanted.logits[0].abs().max()
+            torch.testing.assert_close(one.logits[0], wanted.logits[0], rtol=0, atol=float(near))
+
+
+def test_settings_come_from_wherever_stock_takes_them(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    inputs = stock_inputs(processor, FIRST)
+    ids, length = inputs.pop("input_ids"), inputs["attention_mask"].shape[1]
+    config = copy.deepcopy(model.generation_config)
+    config.update(max_new_tokens=3, return_dict_in_generate=True)
+    model.generation_config.max_new_tokens = 2
+    ways: list[Any] = [((ids, config), {}), ((ids,), {"max_length": length + 5})]
+    wanted = [model.generate(*given, **inputs, **options) for given, options in ways]
+    with ks.installed(model, processor):
+        found = [model.generate(*given, **inputs, **options) for given, options in ways]
+    assert type(found[0]) is type(wanted[0])
+    assert torch.equal(found[0].sequences, wanted[0].sequences)
+    assert torch.equal(found[1], wanted[1])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

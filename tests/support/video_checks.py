@@ -136,6 +136,8 @@ def test_messages_are_answered_as_by_stock(kind: str) -> None:
             reply = vlm.chat(messages, max_new_tokens=1, do_sample=False)
             assert reply.usage.cached_tokens == reply.usage.prompt_tokens, kind
             assert reply.tokens[0] == int(stock[0].argmax()), kind
+            found = vlm.verify(messages, stock=True)
+            assert found.equal and found.stock_same_tokens, kind
         pack = vlm.encode({"type": "video", "video": a})
         assert pack.modality == "video"
 

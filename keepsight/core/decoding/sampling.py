@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -21,7 +23,7 @@ from transformers import (
 
 from keepsight.core.decoding.stops import StopStrings, stop_strings
 from keepsight.core.structured.grammars import Constraint, Grammar
-from keepsight.errors import GrammarError, InputError, PromptTooLong, UnknownOption
+from keepsight.errors import GrammarError, InputError, KeepsightError, PromptTooLong, UnknownOption
 from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.prompt.lengths import context_length
@@ -104,7 +106,10 @@ class Sampler:
             token = scores.new_full((1, 1), self.constraint.only, dtype=torch.int64)  # no choice
         elif self.config.do_sample:
             probabilities = torch.softmax(scores, dim=-1)
-            token = torch.multinomial(probabilities, 1, generator=self.generator)
+            try:
+                token = torch.multinomial(probabilities, 1, generator=self.generator)
+            except RuntimeError as error:
+                raise InputError(f"no token can be drawn from these logits: {error}") from error
         else:
             token = scores.argmax(-1, keepdim=True)
         return self._taken(token)
@@ -139,16 +144,28 @@ def sampler(
     default_tokens: int,
 ) -> Sampler:
     """Resolve the options of one call; refuse unknown or impossible ones by name."""
+    try:
+        return _resolved(model, tokenizer, ids, options, default_tokens)
+    except KeepsightError:
+        raise
+    except (ValueError, TypeError) as error:  # Transformers' own checks of values
+        raise InputError(f"an option of decoding was refused: {error}") from error
+
+
+def _resolved(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: torch.Tensor,
+    options: Options,
+    default_tokens: int,
+) -> Sampler:
     options = {_ALIASES.get(name, name): value for name, value in options.items()}
     ours = {name: options.pop(name) for name in _OURS if name in options}
+    asked = _asked_length(model, options)
     given = options.pop("generation_config", None)
     asked_stop = options.pop("stop_strings", None)
     stop = stop_strings(asked_stop if ours.get("stop") is None else ours["stop"])
-    asked = _asked_length(options, given, model)
-    try:
-        config, left = upstream.generation_config(model, given, options)
-    except ValueError as error:  # Transformers' own check of each value
-        raise InputError(str(error)) from error
+    config, left = upstream.generation_config(model, given, options)
     left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
     UnknownOption.refuse(left, known_options(), "generation")
     _refuse(config)
@@ -165,24 +182,21 @@ def sampler(
     config.stop_strings = None  # ours ends at the same tokens and is cheaper
     if endings and tokenizer is None:
         raise InputError("stop strings need a tokenizer; wrap the model with its processor")
-    try:
-        processors = upstream.logits_processors(
-            model,
-            generation_config=config,
-            input_ids_seq_length=length,
-            encoder_input_ids=ids,
-            prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
-            logits_processor=own if constraint is None else [*own, constraint],
-            device=str(ids.device),
-        )
-        criteria = upstream.stopping_criteria(
-            model,
-            generation_config=config,
-            stopping_criteria=ours.get("stopping_criteria") or [],
-            tokenizer=tokenizer,
-        )
-    except (ValueError, TypeError) as error:  # values that only Transformers' processors check
-        raise InputError(f"an option of decoding was refused: {error}") from error
+    processors = upstream.logits_processors(
+        model,
+        generation_config=config,
+        input_ids_seq_length=length,
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
+        logits_processor=own if constraint is None else [*own, constraint],
+        device=str(ids.device),
+    )
+    criteria = upstream.stopping_criteria(
+        model,
+        generation_config=config,
+        stopping_criteria=ours.get("stopping_criteria") or [],
+        tokenizer=tokenizer,
+    )
     if endings:
         criteria.append(StopStrings(tokenizer, endings))
     generator = None
@@ -218,14 +232,11 @@ def known_options() -> tuple[str, ...]:
     return tuple(sorted(known))
 
 
-def _asked_length(
-    options: Options, given: GenerationConfig | None, model: PreTrainedModel
-) -> tuple[str, int] | None:
-    """The length that the caller asked for, or else the checkpoint."""
-    for source in (options, vars(given) if given else {}, vars(model.generation_config)):
-        for name in ("max_new_tokens", "max_length"):
-            if source.get(name) is not None:
-                return name, source[name]
+def _asked_length(model: PreTrainedModel, options: Options) -> tuple[str, int] | None:
+    """The length that is asked for: new tokens, or else of all, by whoever says so first."""
+    for name in ("max_new_tokens", "max_length"):
+        if (value := option_of(model, options, name)) is not None:
+            return name, value
     return None
 
 
@@ -233,8 +244,10 @@ def _new_tokens(
     asked: tuple[str, int] | None, length: int, default: int, model: PreTrainedModel
 ) -> int:
     name, value = asked or ("max_new_tokens", default)
-    count = value - length if name == "max_length" else value
-    if not isinstance(value, int) or isinstance(value, bool) or count < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InputError(f"{name}={value!r}; expected a whole number")
+    count = int(value) - length if name == "max_length" else int(value)
+    if count < 1:
         raise InputError(
             f"{name}={value!r} leaves no tokens to generate after {length} prompt tokens"
         )
@@ -324,15 +337,24 @@ def _overlap(text: str, stop: str) -> int:
 
 def samples_of(model: PreTrainedModel, options: Options) -> int:
     """The number of samples per prompt, if several can be drawn."""
-    given = options.get("generation_config")
-    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
-
-    def value(name: str) -> object:
-        return next((home[name] for home in homes if home.get(name) is not None), None)
-
-    count = value("num_return_sequences")
+    count = option_of(model, options, "num_return_sequences")
     if not isinstance(count, int) or count < 2:
         return 1
-    if value("num_beams") not in (None, 1) or not value("do_sample"):
+    if option_of(model, options, "num_beams") not in (None, 1):
         return 1  # refused by name together with the other options
-    return count
+    return count if option_of(model, options, "do_sample") else 1
+
+
+def pads_of(model: PreTrainedModel, options: Options) -> int | None:
+    """The token that Transformers takes for padding where a prompt comes without a mask."""
+    pad, ends = (option_of(model, options, name) for name in ("pad_token_id", "eos_token_id"))
+    return pad if isinstance(pad, int) and pad not in np.atleast_1d(ends) else None
+
+
+def option_of(model: PreTrainedModel, options: Options, name: str) -> Any:
+    """What a call asks for, or else the checkpoint."""
+    given = options.get("generation_config")
+    if not isinstance(given, GenerationConfig | None):
+        raise InputError(f"generation_config is a {type(given).__name__}, not a GenerationConfig")
+    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
+    return next((home[name] for home in homes if home.get(name) is not None), None)

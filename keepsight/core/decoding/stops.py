@@ -8,6 +8,7 @@ text at each step. Both end a sequence at the same token.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
@@ -21,7 +22,8 @@ _BEFORE = "abcdef"  # text before the tokens, because some decoders strip the fi
 
 def stop_strings(given: str | Iterable[str] | None) -> list[str]:
     """Stop strings as a list, from one or several; anything else is refused."""
-    stops = [given] if isinstance(given, str) else list(given or [])
+    several = isinstance(given, Iterable | None) and not isinstance(given, str)
+    stops: list[Any] = list(given or []) if several else [given]
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(f"stop must be one or more non-empty strings, got {str(given)[:200]!r}")
     for stop in stops:

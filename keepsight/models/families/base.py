@@ -266,8 +266,8 @@ class Family:
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
         """Pack the pixels of several media as a processor would, for stock forward."""
-        names = media[0].tensors if media else {}
-        return {name: torch.cat([m.tensors[name] for m in media]) for name in names}
+        names = dict.fromkeys(name for m in media for name in m.tensors)
+        return {n: torch.cat([m.tensors[n] for m in media if n in m.tensors]) for n in names}
 
     # -- the tower -------------------------------------------------------------------------------
 
