@@ -152,7 +152,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
         )
         what = [medium for _, medium in _media_in(named)] if body.pictures_only else named
         if not what:
-            raise ApiError(400, "there is no picture in these messages", param="messages")
+            raise invalid("messages", "there is no picture in these messages")
         return what, _options_of(rendering, template, tenant), named
 
     def keys_of(messages: list[Record], tenant: str) -> list[str]:
