@@ -132,7 +132,8 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
     async def metrics(request: Request) -> Response:
         """Counters and times for Prometheus; with API keys, for an administrator only."""
         if not visit_of(request).who().admin:
-            raise ApiError(403, "metrics cover all keys: they need an administrator's key")
+            text = "metrics cover all keys: they need an administrator's key"
+            raise ApiError(403, text, code="admin_key_required")
         return Response(await service.threads.wait(service.metrics.text), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSED)
