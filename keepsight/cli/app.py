@@ -7,6 +7,8 @@ code 1 means that the command ran and a check failed.
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +44,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The `keepsight` command."""
+    """The `keepsight` command. A closed stream is like an empty one."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     app(prog_name="keepsight")
 
 

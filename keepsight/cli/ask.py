@@ -141,7 +141,7 @@ def _answer_batch(
         tell(f"{len(done)} of {len(questions)} are answered already")
     count = failed = 0
     err = console(stderr=True)
-    with model.load() as vlm, out.open("a", encoding="utf-8") as file:
+    with out.open("a", encoding="utf-8") as file, model.load() as vlm:
         answers = _answers(vlm, left, options)
         quiet = not err.is_terminal
         for one, made in track(answers, "answering", len(left), console=err, disable=quiet):
@@ -157,13 +157,13 @@ def _answer_batch(
 def _read_questions(path: Path) -> list[_Question]:
     """The questions of a file; an error that names the line if one cannot be used."""
     found = dict[str | int, _Question]()
-    for number, line in enumerate(read_text(path, "--batch").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "--batch").split("\n"), 1):
         if not line.strip():
             continue
         where = f"--batch {path}, line {number}"
         try:
             data = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: not JSON: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("question"), str):
             raise InputError(f'{where}: expected {{"question": "...", "images": ["..."]}}')

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from keepsight.bench.options import DTYPES, SCALES, SHAPES, SIZES, WORKLOADS, Asked
 from keepsight.cli.options import JSON, one_model, option
+from keepsight.cli.terminal import hush
 from keepsight.errors import InputError
 from keepsight.system.places import check_device
 
@@ -99,6 +100,9 @@ def bench(
         repetitions=repetitions,
         folder=folder or made,
     )
+    if out is not None:  # before anything is measured
+        out.parent.mkdir(parents=True, exist_ok=True)
     from keepsight.bench import suite  # start-up time
 
+    hush()
     raise typer.Exit(suite.run(context.meta["typed"], asked, out, as_json))

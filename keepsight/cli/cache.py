@@ -194,10 +194,12 @@ class Look:
         """What a name may refer to: pictures by their keys, with all that was made of them, and
         entries without a key."""
         found: dict[str, list[Entry]] = {}
+        kind, _, key = named.rpartition("/")
+        if not key:
+            return []
         for image, of in self.pictures.items():
             if named in map(plain, self.files.get(image, ())) or image[1].startswith(named):
                 found.setdefault(image[1], []).extend(of)
-        kind, _, key = named.rpartition("/")
         entries = [e for e in self.entries if e.key.startswith(key) and kind in ("", e.kind)]
         return [*found.items(), *(("", [entry]) for entry in entries)]
 

@@ -17,6 +17,7 @@ from keepsight.cli.options import (
     REPORT,
     Remembering,
     beside,
+    check_decision_config,
     check_images,
     option,
     read_text,
@@ -55,6 +56,7 @@ def decide(
     words = model.first_of(words or [], True)
     images = [*(image or []), *words]
     check_images(images)
+    check_decision_config(decision_config)
     request = _request(questions, state, images)
     with model.load() as vlm:
         found = cast("Decisions", vlm.decide(request, decision_config=decision_config))
@@ -76,9 +78,10 @@ def _row(answer: Record) -> tuple[str, str, str]:
 
 def _request(path: Path, state: str | None, images: list[str]) -> Record:
     """The request of a file and the command line."""
+    text = read_text(path, "--questions")
     try:
-        data = json.loads(read_text(path, "--questions"))
-    except ValueError as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--questions {path}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"--questions {path}: expected questions by name, as in {{...}}")

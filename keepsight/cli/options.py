@@ -358,10 +358,15 @@ def pixel_limits(model: str, least: int | None, most: int | None) -> Options | N
             f"--min-pixels and --max-pixels: {type(processor).__name__} does not size images by "
             "their number of pixels; use image_options= in Python"
         )
-    least = processor.size["shortest_edge"] if least is None else least
-    most = processor.size["longest_edge"] if most is None else most
-    check_limits(least, most)
-    return {"size": {"shortest_edge": least, "longest_edge": most}}
+    own_least, own_most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if least is None and most is not None and most < own_least:
+        why = f"is less than the least of this model, {own_least}; name --min-pixels too"
+        raise InputError(f"--max-pixels {most} {why}")
+    if most is None and least is not None and least > own_most:
+        why = f"is more than the most of this model, {own_most}; name --max-pixels too"
+        raise InputError(f"--min-pixels {least} {why}")
+    least = own_least if least is None else least
+    return {"size": {"shortest_edge": least, "longest_edge": own_most if most is None else most}}
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -404,6 +409,12 @@ def check_images(names: Iterable[str]) -> None:
             except OSError as error:
                 raise ImageError(f"{name}: no image can be read there ({error.strerror})") from None
             pictures.size_of(data, name)
+
+
+def check_decision_config(name: str | None) -> None:
+    """Refuse a file or folder that is not there; the library would ask the Hub for it."""
+    if name is not None and not expanded(name).exists():
+        raise InputError(f"--decision-config {name}: there is no such file or folder")
 
 
 def check_shown(path: Path) -> None:

@@ -97,7 +97,11 @@ def open_pictures(typed: str) -> list[Opened]:
 def pictures_at(path: str) -> list[Opened]:
     """The pictures behind a path on disk or an address."""
     if path == "-":
-        return [("standard input", sys.stdin.buffer.read())]
+        from keepsight.media.pictures import size_of  # start-up time: imports Pillow
+
+        data = sys.stdin.buffer.read()
+        size_of(data, "standard input")
+        return [("standard input", data)]
     if os.path.isdir(path):
         files = sorted(
             p for p in Path(path).iterdir() if is_picture(p.name) and kind_of(p.name) != "pdf"

@@ -114,6 +114,7 @@ def run(given: Options) -> None:
             check_store_writable(store or "")
         check_dtype(config.dtype)
         options.check_model(name)
+        options.check_decision_config(config.decision_config)
         check_listen(config.host, config.port)
         with _loaded(config) as vlm:
             from keepsight.server.running import serve as listen  # start-up time

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _COLUMNS = 16  # of a thumbnail
+_LONGEST = 300  # characters of a file's name in an error
 _BOX = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
 
 
@@ -45,15 +46,28 @@ class ErrorsByName(TyperGroup):
     """A group of commands whose Keepsight errors are one line on stderr and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that Keepsight raises on purpose needs no traceback."""
+        """Run the command; an error that Keepsight raises on purpose needs no traceback, and
+        neither does what a disk refuses."""
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # Click ends quietly
         except Exception as error:
-            known = error if isinstance(error, KeepsightError) else WrongTorchvision.behind(error)
-            if known is None:
+            told = _told(error)
+            if told is None:
                 raise
-            typer.echo(f"error: {plain(str(known))}", err=True)
+            line = re.sub(r"\s*\n\s*", " ", plain(told).strip())
+            typer.echo(f"error: {line}", err=True)
             raise typer.Exit(2) from None
+
+
+def _told(error: Exception) -> str | None:
+    """An error in words; None if only a traceback tells it."""
+    if isinstance(error, OSError) and not isinstance(error, KeepsightError):
+        name = "" if error.filename is None else f"{str(error.filename)[:_LONGEST]}: "
+        return f"{name}{error.strerror or error}"
+    known = error if isinstance(error, KeepsightError) else WrongTorchvision.behind(error)
+    return None if known is None else str(known)
 
 
 def console(stderr: bool = False) -> Console:

@@ -268,6 +268,7 @@ class Visit:
     gone: bool = False  # the client hung up
     size: int = 0  # bytes of the body
     unused: Unused = field(default_factory=Unused)  # fields without effect
+    logged: Exception | None = None  # the error that the log has
 
     def who(self) -> Caller:
         if self.caller is None:
@@ -314,7 +315,9 @@ class Visit:
         """The error for the client; unexpected ones go to the log with their traceback."""
         problem = from_error(error)
         if problem is None:
-            errors.error("%s: %s", self.id, "".join(traceback.format_exception(error)))
+            if error is not self.logged:  # it comes by again on its way out
+                errors.error("%s: %s", self.id, "".join(traceback.format_exception(error)))
+            self.logged = error
             problem = ApiError(500, f"internal error; quote {self.id}", code="internal_error")
         self.fields["error"] = problem.code
         return problem

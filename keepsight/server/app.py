@@ -41,6 +41,14 @@ _REFUSED: dict[int | str, Record] = {
 _CLOSING: dict[int | str, Record] = {
     503: {"description": "The server is shutting down.", "content": {"application/json": {}}}
 }
+# What routes without messages call the text that they are asked.
+_ASKED: dict[str, str | None] = {
+    "/v1/completions": "prompt",
+    "/v1/systemone": "state",
+    "/v1/decisions": "input",
+    "/v1/score": None,  # one of several fields
+    **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), "documents"),
+}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}
 
 
@@ -124,7 +132,8 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
     async def metrics(request: Request) -> Response:
         """Counters and times for Prometheus; with API keys, for an administrator only."""
         if not visit_of(request).who().admin:
-            raise ApiError(403, "metrics cover all keys: they need an administrator's key")
+            text = "metrics cover all keys: they need an administrator's key"
+            raise ApiError(403, text, code="admin_key_required")
         return Response(await service.threads.wait(service.metrics.text), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSED)
@@ -152,6 +161,8 @@ async def _refused(request: Request, error: Exception) -> Response:
         }.get(status, str(error.detail))
         error = ApiError(status, text, code=_HTTP_CODES.get(status))
     problem = visit.problem(error)
+    if problem.param == "messages":
+        problem.param = _ASKED.get(path, "messages")
     if path == "/v1/responses":
         problem = responses.in_its_words(problem)
     return JSONResponse(problem.body(), problem.status, headers={**headers, **problem.headers()})

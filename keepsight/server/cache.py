@@ -152,7 +152,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
         )
         what = [medium for _, medium in _media_in(named)] if body.pictures_only else named
         if not what:
-            raise ApiError(400, "there is no picture in these messages", param="messages")
+            raise invalid("messages", "there is no picture in these messages")
         return what, _options_of(rendering, template, tenant), named
 
     def keys_of(messages: list[Record], tenant: str) -> list[str]:
@@ -295,7 +295,8 @@ def _add_whole(router: APIRouter, service: Service) -> None:
     async def reset(body: ResetRequest, visit: Visit) -> Record:
         """Forget what is remembered in memory; with `store`, also on disk."""
         if body.everyone and not visit.who().admin:
-            raise ApiError(403, "forgetting entries of all keys needs an administrator's key")
+            text = "forgetting entries of all keys needs an administrator's key"
+            raise ApiError(403, text, code="admin_key_required")
         if body.everyone and body.cache_salt is not None:
             raise ApiError(400, "give either everyone or cache_salt", param="everyone")
         whose = None if body.everyone else visit.who().salted(body.cache_salt)
@@ -313,7 +314,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         what is not. It covers all tenants, so with API keys it needs an administrator's."""
         if not visit_of(request).who().admin:
             text = "flushing is for all keys together: it needs an administrator's key"
-            raise ApiError(403, text)
+            raise ApiError(403, text, code="admin_key_required")
         try:
             await service.threads.wait(service.vlm.flush)
         except StoreError as error:

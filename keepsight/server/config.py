@@ -221,7 +221,10 @@ class ServerConfig(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _with_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
-        keys = list(given.get("keys", ()))
+        keys = given.get("keys", ())
+        if not isinstance(keys, list | tuple):
+            return given  # it is refused by its name
+        keys = list(keys)
         for name in ("api_key", "admin_key"):
             texts = _texts(given.get(name, ()))
             keys += [ApiKey.parse(text, admin=name == "admin_key") for text in texts]

@@ -25,14 +25,15 @@ from keepsight.report import GroupReport, Report
 from keepsight.server import schema
 from keepsight.server.access import Visit, posts
 from keepsight.server.chat import counts
-from keepsight.server.errors import invalid, missing
+from keepsight.server.errors import from_error, invalid, missing
 from keepsight.server.media import MessageReader
 from keepsight.server.responses import counted
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-_FIELD = re.compile(r"(state|questions|assets)\b(?:\[[^\]]*\])?")
+_FIELD = re.compile(r"(?:state|questions|assets)\b(?:\[[^\]]*\])?")
+_PLACED = re.compile(r"assets\['<\w+ (\S+)>'\]")  # a picture of `_Pictures`
 _RELEVANT = {"relevant": {"type": "noul", "instructions": "Is the document relevant to the query?"}}
 
 
@@ -56,9 +57,7 @@ def routes(service: Service) -> APIRouter:
             try:
                 found = service.vlm.decider.decide(asked, None, tenant, run)
             except InputError as error:
-                if (field := _FIELD.match(str(error))) is None:
-                    raise
-                raise invalid(field[0], str(error)) from error
+                raise _named(error) from error
             report = found[0].report
             answer = {"model": service.model.name, **made(found)}
             if kind:
@@ -123,7 +122,8 @@ def routes(service: Service) -> APIRouter:
             results.sort(key=lambda one: -one["relevance_score"])
             return {"results": results[: body.top_n or None]}
 
-        build = _pairs([body.query] * len(body.documents), body.documents, body.instruction)
+        several = [(one, f"documents[{number}]") for number, one in enumerate(body.documents)]
+        build = _pairs([(body.query, "query")] * len(several), several, body.instruction)
         return await decided(body, visit, build, made, "rerank")
 
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
@@ -135,22 +135,34 @@ def routes(service: Service) -> APIRouter:
 # -- pictures ------------------------------------------------------------------------------------
 
 
-def _image(reader: MessageReader, url: str, place: str, part: str, inside: str) -> object:
-    """The one picture at an address. `place`, `part`, `inside`: what errors call it."""
-    match reader.picture(url, "image_url", part, inside):
+def _named(error: InputError) -> Exception:
+    """The refusal for an error about a field, by the client's name for it."""
+    text = _PLACED.sub(r"\1", str(error), count=1)
+    field = _PLACED.match(str(error)) or _FIELD.match(text)
+    problem = from_error(error)
+    if problem is None or field is None:
+        return error
+    problem.param, problem.message = field[field.lastindex or 0], text
+    return problem
+
+
+def _image(reader: MessageReader, url: str, place: str, inside: str) -> object:
+    """The one picture at an address. `place`, `inside`: what errors call it, and its address."""
+    match reader.picture(url, "image_url", place, inside):
         case [{"type": "image", "image": image}]:
             return image
-    raise invalid(place, f"{place}: each must be one picture")
+    raise invalid(place, f"{place}: it must be one picture")
 
 
 def _asset(reader: MessageReader, name: str, given: schema.Asset) -> object:
     url = f"data:image/{given.format or 'png'};base64,{given.data_base64}"
     where = f"assets[{name!r}].data_base64"
-    return _image(reader, url, "assets", where, where)
+    return _image(reader, url, where, where)
 
 
 class _Pictures:
-    """The pictures of a request, each with a placeholder that nobody can guess."""
+    """The pictures of a request, each with a placeholder that nobody can guess, and that holds the
+    place of the picture."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)
@@ -174,17 +186,16 @@ class _Pictures:
                 url = where.url if isinstance(where, schema.Address) else where
                 if url is None:
                     raise missing(f"{here}.image_url")
-                name = f"<{self._mark}-{len(self._names)}>"
-                words.append(self._names.setdefault(url, name))
+                words.append(self._names.setdefault(url, f"<{self._mark} {here}>"))
             else:
                 raise invalid(here, f"{here}: parts of the type {part.type!r} cannot be used here")
         return "\n".join(words)
 
-    def assets(self, reader: MessageReader, place: str) -> dict[str, object]:
+    def assets(self, reader: MessageReader) -> dict[str, object]:
         found = {}
-        for number, (url, name) in enumerate(self._names.items()):
-            part = f"{place}[{number}]"
-            found[name] = _image(reader, url, place, part, f"{part}.image_url")
+        for url, name in self._names.items():
+            place = name[1:-1].partition(" ")[2]
+            found[name] = _image(reader, url, place, f"{place}.image_url")
         return found
 
 
@@ -222,7 +233,7 @@ class _Asked:
             name = one.name or f"question {number + 1}"
             self._names.append(name if name not in questions else f"{name} ({number + 1})")
             questions[self._names[-1]] = self._question(one, f"questions[{number}]", pictures)
-        assets = pictures.assets(reader, "input")
+        assets = pictures.assets(reader)
         return [{"state": shown, "questions": questions, "assets": assets}]
 
     def _question(
@@ -276,8 +287,8 @@ class _Asked:
 
 
 def _pairs(
-    queries: Sequence[schema.Document],
-    documents: Sequence[schema.Document],
+    queries: Sequence[schema.Placed],
+    documents: Sequence[schema.Placed],
     instruction: str | None,
 ) -> Build:
     """One question for each pair. The document stands first: its picture is remembered for the
@@ -285,20 +296,20 @@ def _pairs(
 
     def build(reader: MessageReader) -> list[Record]:
         made = []
-        for number, (query, document) in enumerate(zip(queries, documents, strict=True)):
-            pictures, place = _Pictures(), f"documents[{number}]"
-            state = {"document": _said(document, pictures, place)}
-            state["query"] = _said(query, pictures, "query")
+        for query, document in zip(queries, documents, strict=True):
+            pictures = _Pictures()
+            state = {"document": _said(*document, pictures)}
+            state["query"] = _said(*query, pictures)
             if instruction:
                 state["instruction"] = instruction
-            assets = pictures.assets(reader, place)
+            assets = pictures.assets(reader)
             made.append({"state": state, "questions": _RELEVANT, "assets": assets})
         return made
 
     return build
 
 
-def _said(document: schema.Document, pictures: _Pictures, place: str) -> str:
+def _said(document: schema.Document, place: str, pictures: _Pictures) -> str:
     if isinstance(document, str):
         return document
     if document.content is None and document.text is None:

@@ -103,6 +103,9 @@ def from_error(error: BaseException) -> ApiError | None:
     return None
 
 
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
+
+
 def from_validation(found: Sequence[Mapping[str, Any]], known: Iterable[str] = ()) -> ApiError:
     """The first error of a body or of a query, in OpenAI's words; `known` are its fields."""
     first = found[0]
@@ -120,6 +123,8 @@ def from_validation(found: Sequence[Mapping[str, Any]], known: Iterable[str] = (
         why = f"its type is {about['tag'].removeprefix('as ')[:100]!r}, expected one of {expected}"
     elif kind == "union_tag_not_found":
         why = "it has no type"
+    elif kind in _NO_OBJECT:
+        why = "Input should be an object"
     return invalid(place, f"invalid value for {place!r}: {why}")
 
 
@@ -130,10 +135,12 @@ def place_of(location: Sequence[int | str]) -> str:
     for number, part in enumerate(location):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif not (part.startswith("as ") or _is_tag(*location[max(0, number - 2) : number])):
+        elif not (part.startswith("as ") or _is_tag(*location[max(0, number - 3) : number])):
             text += f".{part}" if text else part
     return text
 
 
-def _is_tag(above: object = None, before: object = None) -> bool:
-    return above == "as parts" and isinstance(before, int)
+def _is_tag(*above: object) -> bool:
+    """Whether this is what stands above a name in a place: a list of parts, and a number in it."""
+    listed = above[1:2] == ("as parts",) or above[:2] == ("as parts", "content")
+    return listed and isinstance(above[-1], int)

@@ -272,7 +272,7 @@ class Files:
 
     def delete(self, tenant: str, file_id: str) -> None:
         with self._writing, _kept():
-            self._contents.remove(self.get(tenant, file_id))
+            self._contents.remove(self.get(tenant, file_id, "file_id"))
 
     def sweep(self) -> None:
         """Remove expired files, even without requests. Uploads do not wait for its reading."""

@@ -473,7 +473,7 @@ def _one_of(part: object, names: tuple[str, ...], place: str) -> tuple[object, s
     """The one field of several that is given, and its name."""
     given = [name for name in names if getattr(part, name) is not None]
     if len(given) != 1:
-        raise invalid(place, f"{place}: it needs one of {', '.join(names)}")
+        raise invalid(place, f"{place}: it needs {'one of ' * (len(names) > 1)}{', '.join(names)}")
     return getattr(part, given[0]), given[0]
 
 

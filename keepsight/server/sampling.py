@@ -88,6 +88,7 @@ class Sampling:
 
 
 _OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_COLD = 1e-5  # a temperature below is greedy: logits divided by it leave the range of numbers
 _AS_MUCH_AS_FITS = 10_000_000  # the library limits it to the rest of the model's context
 
 
@@ -105,7 +106,7 @@ def sampling(
     temperature, cuts = given.get("temperature"), got("top_p", "top_k", "min_p")
     if cuts.get("top_k") == -1:
         cuts["top_k"] = 0  # off, as in Transformers
-    if temperature == 0:
+    if temperature is not None and temperature < _COLD:
         options["do_sample"] = False  # the most likely token survives every truncation
     elif temperature is not None:
         options |= {**cuts, "do_sample": True, "temperature": temperature}
@@ -122,7 +123,8 @@ def sampling(
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     bias = given.get("logit_bias", {})
     for token in bias:
-        if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+        digits = token.isascii() and token.isdigit() and len(token) < 10
+        if not (digits and int(token) < vocabulary):
             raise _no_token("logit_bias", token[:40], vocabulary)
     return Sampling(
         options,

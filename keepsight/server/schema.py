@@ -82,7 +82,11 @@ class ThoughtPart(Inner):
 
 class JsonPart(Inner):
     type: Literal["input_json"]
-    data: dict[str, object] | list[dict[str, object]]
+    data: Annotated[
+        Annotated[dict[str, object], Tag("as one")]
+        | Annotated[list[dict[str, object]], Tag("as list")],
+        Discriminator(lambda value: "as list" if isinstance(value, list) else "as one"),
+    ]
 
 
 class SizeLimits(Inner):
@@ -252,6 +256,9 @@ class ChatMessage(Inner):
         return self._places or (f"messages[{number}]", f"messages[{number}].content")
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
 class MessageItem(Inner):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -293,7 +300,7 @@ def _item_kind(value: object) -> str:
     kind = kind_of(value, "message")
     if not isinstance(kind, str):
         return "as message"
-    return "as another" if _ELSEWHERE.match(kind) else f"as {kind}"
+    return "as *_call" if _ELSEWHERE.match(kind) else f"as {kind}"
 
 
 Item = Annotated[
@@ -302,7 +309,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag("as function_call")]
     | Annotated[ResultItem, Tag("as function_call_output")]
     | Annotated[Reference, Tag("as item_reference")]
-    | Annotated[Foreign, Tag("as another")],
+    | Annotated[Foreign, Tag("as *_call")],
     Discriminator(_item_kind),
 ]
 
@@ -331,6 +338,7 @@ NO_VERBOSITY = "this model has no such setting"
 # Values of refused fields that ask for nothing, beside empty ones.
 _NEUTRAL: tuple[tuple[str, object], ...] = (
     ("best_of", 1),
+    ("n", 1),
     ("truncate_prompt_tokens", -1),
     ("prompt_logprobs", 0),
 )
@@ -495,7 +503,7 @@ class Rendering(PromptOptions):
 
     REFUSED: ClassVar[dict[str, str]] = _CONSTRAINING
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     tools: list[AnyTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -587,7 +595,7 @@ class HeldRequest(PixelLimits):
     model_config = ConfigDict(extra="forbid")  # this route must not guess
 
     model: Name
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     images: Annotated[list[Key], Field(min_length=1, max_length=1000)] | None = None
     pictures_only: bool = False
     tools: list[AnyTool] | None = None
@@ -604,6 +612,22 @@ class PinRequest(HeldRequest):
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
+def _prompt_kind(value: object) -> str:
+    first = value[0] if isinstance(value, list) and value else value
+    one = "ids" if isinstance(first, int | list) else "text"
+    several = isinstance(value, list) and not isinstance(first, int)
+    return f"as {one}{' of several' * several}"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("as text")]
+    | Annotated[Ids, Tag("as ids")]
+    | Annotated[list[Text], Tag("as text of several"), Field(min_length=1, max_length=1024)]
+    | Annotated[list[Ids], Tag("as ids of several"), Field(min_length=1, max_length=1024)],
+    Discriminator(_prompt_kind),
+]
+
+
 class CompletionRequest(AnswerOptions):
     """The body of `/v1/completions`: one prompt or many, as texts or token ids."""
 
@@ -616,7 +640,7 @@ class CompletionRequest(AnswerOptions):
         "response_format": "send structured_outputs, or a field such as guided_json",
     }
 
-    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(max_length=1024)]
+    prompt: Prompts
     max_tokens: Tokens | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -626,7 +650,7 @@ class CompletionRequest(AnswerOptions):
 class TokenizeRequest(Rendering):
     """The body of `/tokenize`: a text, or messages as `/v1/chat/completions` takes them."""
 
-    messages: list[ChatMessage] | None = None  # type: ignore[assignment]
+    messages: Messages | None = None  # type: ignore[assignment]
     prompt: Text | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -707,7 +731,10 @@ class Predicate(Question):
 
 
 class ChoiceOption(Inner):
-    value: str | bool
+    value: Annotated[
+        Annotated[str, Tag("as text")] | Annotated[bool, Tag("as truth")],
+        Discriminator(lambda value: "as truth" if isinstance(value, bool) else "as text"),
+    ]
     description: Text | None = None
 
 
@@ -736,7 +763,14 @@ class DecisionsRequest(SharedFields):
 
     input: TextOr[Annotated[list[InputItem], Field(min_length=1)]]
     questions: Annotated[
-        list[Annotated[Predicate | Choice | Rating, Discriminator("type")]],
+        list[
+            Annotated[
+                Annotated[Predicate, Tag("as predicate")]
+                | Annotated[Choice, Tag("as choice")]
+                | Annotated[Rating, Tag("as score")],
+                Discriminator(lambda value: f"as {kind_of(value)}"),
+            ]
+        ],
         Field(min_length=1, max_length=MOST_QUESTIONS),
     ]
     prompt_cache_key: Label | None = None
@@ -751,6 +785,7 @@ class Parts(Inner):
 
 
 Document = TextOr[Parts]
+Placed = tuple[Document, str]  # a document, and the client's name for it
 Documents = Annotated[list[Document], Field(min_length=1, max_length=MOST_DOCUMENTS)]
 OneOrMany = Annotated[
     Annotated[Documents, Tag("as parts")] | Annotated[Document, Tag("as one")],
@@ -771,14 +806,16 @@ class ScoreRequest(SharedFields):
     data_2: OneOrMany | None = None
     instruction: Text | None = None
 
-    def sides(self) -> tuple[list[Document], list[Document]]:
+    def sides(self) -> tuple[list[Placed], list[Placed]]:
+        """The documents of both sides, with the client's names for them."""
         pairs = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
         given = [pair for pair in pairs if any(getattr(self, name) is not None for name in pair)]
         sides = []
         for name in given[0] if given else pairs[0]:
             if (side := getattr(self, name)) is None:
                 raise missing(name)
-            sides.append(side if isinstance(side, list) else [side])
+            several = enumerate(side) if isinstance(side, list) else ()
+            sides.append([(one, f"{name}[{number}]") for number, one in several] or [(side, name)])
         one, two = sides
         if len(one) not in (1, len(two)):
             name, other = given[0]

@@ -34,7 +34,7 @@ import keepsight as ks
 from keepsight.bench import suite
 from keepsight.bench.options import Asked
 from keepsight.cli import options, progress
-from keepsight.cli.app import app
+from keepsight.cli.app import app, main
 from keepsight.cli.options import DEMO_NAMES, model_first
 from keepsight.errors import InputError, ModelError, UnsupportedInput, UnsupportedModel
 from keepsight.models import loading, reachable
@@ -106,6 +106,17 @@ def test_standard_input_stands_for_a_picture_a_question_or_a_file(folder: Path) 
     assert piped.stdout == seen.stdout == decided
     run("ask", "--batch", "-", "--out", "o.jsonl", given='{"question": "Hi", "images": "a.png"}')
     assert json.loads(Path("o.jsonl").read_text())["usage"]["images"] == 1
+
+
+def test_a_closed_stream_is_like_an_empty_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "argv", ["keepsight", "ask", "--batch", "-", "--out", "o.jsonl"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sys.stdin.close()
+    assert ended.value.code == 2 and "there are no questions" in capsys.readouterr().err
 
 
 def test_ask_reports(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -35,6 +36,8 @@ FILES = {
     "q.json": '{"red": {"type": "noul", "instructions": "Is it red?"}}',
     "none.json": "[1]",
     "bad.json": "{",
+    "deep.json": "[" * 100_000,
+    "keys.toml": "model = 'demo'\nkeys = 5",
     "in.jsonl": '{"id": "one", "question": "a"}',
     "empty.jsonl": "",
     "x.jsonl": "x",
@@ -56,6 +59,7 @@ ask bad.png Hi                            | bad.png is not an image
 ask notes.txt Hi                          | notes.txt is not an image in a format that is opened
 ask no.sight Hi                           | no.sight: not a Keepsight file
 ask x.sight Hi                            | x.sight: no image can be read there
+ask LONG Hi                               | LONG: File name too long
 ask p.png Hi --temprature 1               | --temprature
 ask p.png Hi --temperature 0 --top-p 0.5  | --top-p has no effect
 ask Hi --dtype fp16                       | 'fp16' is not a dtype; did you mean 'float16'?
@@ -86,7 +90,9 @@ ask p.png Hi --batch in.jsonl --out o     | leave out
 ask --batch none.jsonl --out o            | none.jsonl: cannot be read
 ask --batch empty.jsonl --out o           | no questions
 ask --batch x.jsonl --out o               | line 1: not JSON
+ask --batch deep.json --out o             | line 1: not JSON
 ask --batch q.jsonl --out o               | line 1: expected
+ask --batch in.jsonl --out text           | text: Is a directory
 ask --batch images.jsonl --out o          | line 1: images
 ask --batch id.jsonl --out o              | line 1: the id
 ask --batch twice.jsonl --out o           | line 2: the id 1
@@ -104,7 +110,9 @@ ask Hi --regex a --choice b               | --choices and --regex: an answer has
 decide p.png                              | --questions FILE
 decide -q none.json                       | none.json: expected questions
 decide -q bad.json                        | not JSON
-decide -q missing.json                    | missing.json: cannot be read
+decide -q deep.json                       | not JSON
+decide -q missing.json                    | error: --questions missing.json: cannot be read
+decide -q q.json --decision-config none   | --decision-config none: there is no such file
 decide none.png -q q.json                 | none.png
 chat --image none.png                     | none.png
 chat demo-hybird                          | did you mean demo-hybrid?
@@ -136,8 +144,11 @@ serve demo --port TAKEN                   | TAKEN: something else listens there
 serve demo --store notes.txt              | notes.txt cannot be a store: it is a file
 serve demo --runtime torch --weights int4 | runs in ONNX Runtime or
 serve --config none.toml                  | none.toml
+serve --config keys.toml                  | keys: expected a valid tuple
+serve demo --decision-config none         | --decision-config none: there is no such file
 show nope.sight                           | nope.sight: cannot be read: No such file or directory
 show p.png                                | not a Keepsight file
+show LONG                                 | LONG: File name too long
 show .                                    | neither a store nor an export; name one of its files
 show packs                                | one of its files: keepsight show packs/x.sight
 show model                                | neither a store nor an export; see what a model takes
@@ -187,6 +198,8 @@ cache list --store ~nobody-here/s         | no home folder that ~ stands for
 cache list --store filled --kind cats     | --kind cats: the store has alias
 cache gc --store filled --budget many     | 'many' is not a size
 cache explain abc --store filled          | abc: the store has no such entry
+cache explain '' --store filled           | the store has no such entry
+cache delete alias/ --store filled        | the store has no such entry
 cache delete package/0 --store filled     | package/0: the store has no such entry
 cache delete 1 --store filled             | 1 may be any of 2: alias/1
 cache pin package/0x12 --store filled     | package/0x12: the store has no such entry
@@ -196,6 +209,7 @@ bench --model-shape gpt                   | --model-shape gpt: choose from qwen3
 bench --dtype float16                     | --dtype float16: choose from
 bench --size big                          | --size big: choose from tiny
 bench --scale big                         | --scale big: choose from full
+bench --out p.png/x                       | p.png: File exists
 bench --turns 0                           | --turns
 bench --repetitions 0                     | --repetitions
 bench --device gpu                        | did you mean 'cuda'?
@@ -240,8 +254,9 @@ def test_what_is_wrong_is_said_on_one_line_before_pytorch_is_imported(tmp_path: 
     store.close()
     before = sorted(tmp_path.rglob("*"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        rows = [line.split("|") for line in REFUSED.replace("TAKEN", port).strip().splitlines()]
+        words = {"TAKEN": str(taken.getsockname()[1]), "LONG": "x" * 300}
+        rows = [line.split("|") for line in REFUSED.strip().splitlines()]
+        rows = [[re.sub("LONG|TAKEN", lambda m: words[m[0]], part) for part in row] for row in rows]
         environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
         environment.pop("KEEPSIGHT_STORE", None)
         environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "0"}
@@ -269,7 +284,9 @@ LATER = """
 ask p.png Hi --device nonsense                      | there is no device 'nonsense'; name cpu, cuda
 ask p.png Hi --json-schema '{"not": {}}'            | --json-schema: it cannot be enforced
 ask p.png Hi --regex (                              | --regex: it cannot be enforced
-ask p.png Hi --max-pixels 99                        | is more than --max-pixels 99
+ask p.png Hi --max-pixels 99                        | --max-pixels 99 is less than the least of this
+ask p.png Hi --min-pixels 99999999                  | --min-pixels 99999999 is more than the most of
+ask - Hi                                            | standard input is empty
 ask --batch not.jsonl --out o --choices a,b         | line 1: response_format: it cannot be enforced
 ask x.sight Hi --model demo-hybrid                  | does not fit
 decide p.png -q essay.json                          | essay

@@ -94,6 +94,12 @@ def test_a_batch_is_answered_and_goes_on_where_it_was(folder: Path) -> None:
     assert last_json(run(*words, "--json").stdout)["answered"] == 0
 
 
+def test_a_line_ends_at_a_line_feed_alone(folder: Path) -> None:
+    write("in.jsonl", '{"question": "One\u2028question?"}\n')
+    words = ("ask", "--batch", "in.jsonl", "--out", "out.jsonl", "--max-tokens", "2", "--json")
+    assert [last_json(run(*words).stdout)["answered"] for _ in range(2)] == [1, 0]
+
+
 def test_a_line_that_fails_is_written_and_asked_again(folder: Path) -> None:
     write("in.jsonl", '{"question": "A?", "image": "bad.png"}\n{"question": "B?"}\n')
     words = ("ask", "demo", "--batch", "in.jsonl", "--out", "out.jsonl", "--max-tokens", "2")

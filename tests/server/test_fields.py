@@ -37,6 +37,13 @@ def answered(server: Live, **body: Any) -> Any:
 # -- ends and tokens ---------------------------------------------------------------------------
 
 
+def test_what_is_nearly_as_cold_as_zero_is_greedy(server: Live) -> None:
+    plain = answered(server, max_tokens=8)
+    for temperature in (5e-324, 1e-40, 1e-6):
+        cold = answered(server, max_tokens=8, temperature=temperature)
+        assert cold["token_ids"] == plain["token_ids"]
+
+
 def test_an_answer_ends_where_it_is_told_to(server: Live) -> None:
     tokenizer = server.service.model.tokenizer
     [end] = server.service.model.ends

@@ -44,6 +44,16 @@ def test_a_terminal_shows_short_lines(
     assert "  404  " in written(file) and written(file | {"status": 200}) == ""
 
 
+def test_a_failure_is_told_once(vlm: ks.VLM, caplog: pytest.LogCaptureFixture) -> None:
+    broken = Scripted()
+    broken.submit = lambda *_, **__: 1 / 0  # type: ignore[assignment, return-value]
+    with live(vlm, broken) as server, caplog.at_level(logging.ERROR, logger="keepsight.server"):
+        status, told, _ = server.chat({"messages": HELLO})
+    assert status == 500 and told["error"]["code"] == "internal_error"
+    [failure] = caplog.records
+    assert "ZeroDivisionError" in failure.getMessage()
+
+
 def test_garbage_is_not_looked_for_among_what_loading_made(
     vlm: ks.VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,9 +241,11 @@ def test_keys(locked: Live) -> None:
         refusal(locked.call("/metrics", headers=headers), 401)
     assert locked.call("/health")[0] == 200
     assert locked.call("/v1/models", headers=bearer("ann"))[0] == 200
-    refusal(locked.call("/metrics", headers=bearer("ann")), 403)
+    metrics = refusal(locked.call("/metrics", headers=bearer("ann")), 403)
+    assert metrics["code"] == "admin_key_required"
     assert locked.call("/metrics", headers=bearer("root"))[0] == 200
-    refusal(locked.call("/v1/cache/reset", {"everyone": True}, headers=bearer("ann")), 403)
+    reset = locked.call("/v1/cache/reset", {"everyone": True}, headers=bearer("ann"))
+    assert refusal(reset, 403)["code"] == "admin_key_required"
 
 
 def test_tenants_see_nothing_of_each_other(locked: Live) -> None:

@@ -237,7 +237,7 @@ def test_completions_of_the_openai_client(server: Live, vlm: ks.VLM) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     prompts = ["The picture shows", "What color is the"]
     found = client.completions.create(
-        model="demo", prompt=prompts, max_tokens=5, temperature=0, logprobs=2, stop=["zzz"]
+        model="demo", prompt=prompts, max_tokens=5, temperature=0, logprobs=2, stop=["zzz"], n=1
     )
     for prompt, choice in zip(prompts, found.choices, strict=True):
         ids = vlm.processor.tokenizer(prompt, return_tensors="pt")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.server_harness import Live, asked, live, refusal, scene, uri
+from support.server_harness import Live, asked, live, png, refusal, scene, uri
 
 import keepsight as ks
 from keepsight.server.access import MOST_VALUES, parsed
@@ -38,6 +38,8 @@ def pictured(**fields: str) -> dict[str, Any]:
 
 
 BROKEN = "data:image/png;base64,???"
+CUT = uri(png(scene(1))[:60])  # it has a head, and no pixels
+IMAGE = {"type": "input_image", "image_url": 5}
 FIVE = said(*({"type": "input_image", "image_url": url} for url in
     [*(uri(scene(n)) for n in range(4)), BROKEN]))  # fmt: skip
 BEGUN: dict[str, dict[str, Any]] = {
@@ -50,7 +52,7 @@ BEGUN: dict[str, dict[str, Any]] = {
         "assets": {"<a>": {"data_base64": PICTURE.partition(",")[2]}},
     },
 }
-WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+WRONG: dict[str, list[tuple[dict[str, Any], str | None]]] = {
     CHAT: [
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
@@ -86,6 +88,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"stop_token_ids": [99_999_999]}, "stop_token_ids[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+        (user([{"type": "input_json", "data": None}]), "messages[0].content[0].data"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -139,17 +143,38 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"questions": [{"type": "box"}]}, "questions[0]"),
         ({"questions": [TWICE]}, "questions[0].choices[1].value"),
         ({"questions": [PREDICATE], **pictured(file_id="f")}, "input[0].content[1].image_url"),
-        ({"questions": [PREDICATE], **pictured(image_url=BROKEN)}, "input[0].image_url"),
-        ({"questions": [PREDICATE], **FIVE}, "input[4]"),  # before the fifth is read
+        ({"questions": [PREDICATE], **pictured(image_url=BROKEN)}, "input[0].content[1].image_url"),
+        ({"questions": [PREDICATE], **pictured(image_url=CUT)}, "input[0].content[1]"),
+        ({"questions": [PREDICATE], **FIVE}, "input[0].content[5]"),  # before the fifth is read
+        ({"questions": [{"type": "choice"}]}, "questions[0].instructions"),
+        ({"questions": [{**TWICE, "choices": [{"value": None}] * 2}]},
+            "questions[0].choices[0].value"),
+        ({"questions": [PREDICATE], "input": "x y " * 20_000}, "input"),
     ],
     "/v1/score": [
         ({"text_1": "a"}, "text_2"),
         ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        ({"text_1": "a", "text_2": ["b", {}]}, "text_2[1].text"),
+        ({"queries": ["a"], "documents": {"content": [TEXT, IMAGE]}},
+            "documents.content[1].image_url"),
+        ({"text_1": "a", "text_2": "x y " * 20_000}, None),
     ],
-    "/v1/rerank": [({"query": "a", "documents": []}, "documents")],
+    "/v1/rerank": [
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": [{"content": [{"type": "text"}]}]},
+            "documents[0].content[0].text"),
+        ({"query": "a", "documents": ["b", {"content": [TEXT, {**IMAGE, "image_url": CUT}]}]},
+            "documents[1].content[1]"),
+        ({"query": "a", "documents": ["x y " * 20_000]}, "documents"),
+    ],
     COMPLETIONS: [
         ({}, "prompt"),
         ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": "x y " * 20_000}, "prompt"),
         ({"prompt": [3, 99999]}, "prompt[1]"),
         ({"prompt": "a <|image_pad|> b"}, "prompt"),
         ({"prompt": "a", "stream": True}, "stream"),
@@ -158,7 +183,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt": "a", "guided_choice": []}, "guided_choice"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ],
-    "/tokenize": [({}, "prompt")],
+    "/tokenize": [({}, "prompt"), ({"messages": []}, "messages")],
     "/detokenize": [({"tokens": [1, 99999]}, "tokens[1]")],
 }  # fmt: skip
 
@@ -173,9 +198,10 @@ def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
     ("path", "more", "param"),
     [(path, *row) for path, rows in WRONG.items() for row in rows],
 )
-def test_what_is_wrong_is_named(server: Live, path: str, more: Any, param: str) -> None:
+def test_what_is_wrong_is_named(server: Live, path: str, more: Any, param: str | None) -> None:
     body = {"model": "demo", **BEGUN.get(path, {}), **more}
-    error = refusal(server.call(path, body), 404 if param.endswith(("file_id", "model")) else 400)
+    status = 404 if param is not None and param.endswith(("file_id", "model")) else 400
+    error = refusal(server.call(path, body), status)
     assert error["param"] == param
     assert path != RESPONSES or "messages" not in error["message"], "it speaks as it was spoken to"
 
@@ -215,8 +241,11 @@ def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> Non
         (CHAT, user([{"type": "pictur"}]), "its type is 'pictur', expected one of 'text',"),
         (CHAT, user([{"text": "x"}]), "it has no type"),
         (CHAT, user([{"type": "image_url", "image_url": 1}]), "a valid string"),
+        (CHAT, user([{"type": "image_url", "image_url": []}]), "Input should be an object"),
+        (CHAT, {**user("x"), "response_format": "json"}, "Input should be an object"),
         (RESPONSES, {"input": [{"type": "item_referral"}]},
             "its type is 'item_referral', expected one of 'message',"),
+        (RESPONSES, {"input": [{"type": "item_referral"}]}, "'item_reference', '*_call'"),
     ],
 )  # fmt: skip
 def test_kinds_are_told_in_the_words_of_json(server: Live, path: str, body: Any, why: str) -> None:

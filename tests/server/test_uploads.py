@@ -256,7 +256,7 @@ def test_uploads_of_a_server_with_a_store(served: Live, tmp_path: Path) -> None:
             served.call(one + path, method=method, headers=bearer("bob"))[:2]
             for one in (where, unknown)
         )
-        assert hidden[0] == 404
+        assert hidden[0] == 404 and hidden[1]["error"]["param"] == "file_id"
         assert str(hidden).replace(sent["id"], f"file-{'0' * 64}") == str(absent_)
     listed = served.call("/v1/files", headers=bearer("ann"))[1]["data"]
     assert [file["id"] for file in listed] == [sent["id"]] and listed[0]["bytes"] == len(image)
