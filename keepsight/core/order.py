@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepsight.core.call import Call
-from keepsight.errors import InputError
+from keepsight.errors import ImageError, InputError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.medium import Medium, opened
@@ -55,12 +55,18 @@ class Order:
         self.media: list[Medium] = []  # in the order in which they are given
         self._looked: list[Inspected] = []
         room = self._memory.caches.pixels.budget  # bytes of pixels that may wait for the tower
-        for kind, given in self._given:
-            thing = opened(given)
-            if isinstance(thing, Medium | Package):
-                self.media.append(vision.name(thing, kind))
-                continue
-            looked = vision.namer.look(thing, kind)
+        for number, (kind, given) in enumerate(self._given, 1):
+            try:
+                thing = opened(given)
+                if isinstance(thing, Medium | Package):
+                    self.media.append(vision.name(thing, kind))
+                    continue
+                looked = vision.namer.look(thing, kind)
+            except ImageError as error:
+                if len(self._given) == 1:
+                    raise
+                place = f"{kind} {number} of {len(self._given)}"
+                raise type(error)(f"{place}: {error}") from error
             if looked.pixels is not None:
                 room -= looked.pixels.nbytes
                 if room < 0:  # later ones are read again when their turn comes

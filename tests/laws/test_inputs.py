@@ -64,6 +64,15 @@ def test_bad_messages(demo_parts: Any, messages: Any, error: type[Exception]) ->
         assert vlm.chat([turn("Hello!")], max_new_tokens=2).tokens
 
 
+def test_one_bad_picture_of_several_is_told(dense: Any) -> None:
+    damaged = b"\x89PNG\r\n\x1a\n" + bytes(40)
+    with pytest.raises(ImageError, match="^image 2 of 3: "):
+        dense.ask([picture(1), damaged, picture(2)], "Which?")
+    with pytest.raises(ImageError, match="^(?!image)"):
+        dense.ask(damaged, "Which?")
+    assert dense.ask(picture(1), "Which?", max_new_tokens=2).usage.images == 1
+
+
 def test_bad_tensors() -> None:
     model, processor = build("qwen3_vl")
     inputs = stock_inputs(processor, [turn("Two.", picture(1), picture(2, 160, 96))])
