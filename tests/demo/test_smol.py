@@ -22,7 +22,9 @@ from support.models import turn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import keepsight as ks
+from demo.smol import chats
 from demo.smol.export import packed
+from demo.smol.measure import PLAIN
 from keepsight.errors import KeepsightError, MissingExtra, ModelError
 from keepsight.models import demo_smol as smol
 
@@ -128,6 +130,14 @@ def test_what_ships_is_small_and_near_what_was_trained() -> None:
         assert back[name].shape == value.shape
         steps = 254 if value.ndim > 1 else 1000
         assert float((back[name] - value).abs().max()) <= float(value.abs().max()) / steps + 1e-9
+
+
+def test_no_training_chat_is_near_a_question_of_the_evaluation() -> None:
+    asked = chats.prompts(2400)
+    assert len(set(asked)) == 2400
+    assert not any(map(chats.near, asked))
+    assert all(map(chats.near, PLAIN)) and chats.near("what's the opposite of HOT")
+    assert not chats.near("What is the largest lake?")
 
 
 # -- with its weights ----------------------------------------------------------------------------
