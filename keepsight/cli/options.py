@@ -412,8 +412,8 @@ def check_images(names: Iterable[str]) -> None:
 
 
 def check_decision_config(name: str | None) -> None:
-    """Refuse a file or folder that is not there; the library would ask the Hub for it."""
-    if name is not None and not expanded(name).exists():
+    """Accept files and folders that are there, and possible hub ids."""
+    if name is not None and not expanded(name).exists() and not _may_be_hub_id(name):
         raise InputError(f"--decision-config {name}: there is no such file or folder")
 
 

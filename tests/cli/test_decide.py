@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.commands import last_json, run
 
 import keepsight as ks
+from keepsight.cli import options
+from keepsight.errors import InputError
 
 QUESTIONS = {
     "red": {"type": "noul", "instructions": "Is it red?"},
@@ -69,6 +72,12 @@ def batch(folder: Path) -> list[dict[str, Any]]:
     ]
     write("in.jsonl", "\n\n".join(json.dumps(one) for one in asked) + "\n")
     return asked
+
+
+def test_a_decision_config_may_be_on_a_hub() -> None:
+    options.check_decision_config("owner/decisions")
+    with pytest.raises(InputError, match="there is no such file"):
+        options.check_decision_config("owner/decisions/decision.json")
 
 
 def test_a_batch_is_answered_and_goes_on_where_it_was(folder: Path) -> None:
