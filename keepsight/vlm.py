@@ -199,7 +199,8 @@ class VLM:
     ) -> None:
         self.tenant, self.installed = tenant_name(tenant), cast("InstalledGenerate | None", None)
         if not isinstance(model, PreTrainedModel):
-            raise ModelError(f"expected a Transformers model, got a {type(model).__name__}")
+            hint = "; give its get_base_model()" if hasattr(model, "get_base_model") else ""
+            raise ModelError(f"expected a Transformers model, got a {type(model).__name__}{hint}")
         model, head = without_head(model)
         family = family_of(model)
         self.model, self.processor = model, family.processor(processor)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.answers import cold, logits
-from support.models import build, folder_of, picture, turn
+from support.models import build, folder_of, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.errors import ModelError, UnreadableWeights, UnsupportedModel, WrongIdentity
@@ -106,6 +106,23 @@ def test_adapters_are_weights_and_switches_are_noticed(vlm: Any) -> None:
     vlm.model.eval()
     other = logits(vlm, MESSAGES)
     assert not torch.equal(other, adapted) and torch.equal(other, cold(vlm, MESSAGES))
+
+
+def test_a_peft_model_is_told_what_to_give_instead() -> None:
+    peft = pytest.importorskip("peft")
+    model, processor = build("qwen3_vl")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    with ks.wrap(model, processor) as plain:
+        without = logits(plain, MESSAGES)
+    adapted = peft.get_peft_model(model, config).eval()
+    with pytest.raises(ModelError, match=r"got a PeftModel; give its get_base_model\(\)"):
+        ks.wrap(adapted, processor)
+    with ks.wrap(adapted.get_base_model(), processor) as vlm:
+        found = logits(vlm, MESSAGES)
+    assert not torch.equal(found, without)
+    with torch.no_grad():
+        stock = adapted(**stock_inputs(processor, MESSAGES)).logits[0, -1]
+    assert torch.allclose(found, stock, atol=1e-4 * float(stock.abs().max()))
 
 
 def test_an_adapter_switched_off_while_merged_is_out_of_every_copy() -> None:
