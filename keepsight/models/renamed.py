@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -36,7 +37,17 @@ def _name_in(forward: Callable[..., object]) -> str:
 
 
 class EncoderOutput(SimpleNamespace):
-    """Features in the form of a tower's output, as Transformers takes them."""
+    """Features in the form of a tower's output, as Transformers reads them: by attribute, and by
+    name where it prefills in chunks."""
+
+    deepstack_features: Sequence[Any] = ()  # of towers without such levels
+
+    def __getitem__(self, name: str) -> object:
+        return vars(self)[name]
+
+    def get(self, name: str) -> object:
+        """What was set under a name."""
+        return vars(self).get(name)
 
     def to_tuple(self) -> tuple[object, ...]:
         """What is there, in the order in which it was set."""
