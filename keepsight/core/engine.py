@@ -455,7 +455,7 @@ class Engine:
             self._memory.require_words()
             ids = torch.from_numpy(seq.prompt.ids)[None].to(self._model.device)
             tokenizer = getattr(self._memory.processor, "tokenizer", None)
-            more = (seq.options, seq.default_tokens)
+            more = (seq.options, seq.default_tokens, seq.draws, seq.row)
             seq.sampler = sampler(self._model, tokenizer, ids, *more)
 
     def _under_present_names(self, seq: Sequence) -> Prompt:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from keepsight.core.decoding.drafts import DraftCounts, Guesses
-from keepsight.core.decoding.sampling import Detokenizer, Sampler
+from keepsight.core.decoding.sampling import Detokenizer, Draws, Sampler
 from keepsight.core.decoding.state import Lane
 from keepsight.core.explain import CHANGED, Findings, Origin, explain
 from keepsight.core.kernels.passes import Kernels
@@ -73,6 +73,8 @@ class Sequence:
     tenant: str = ""
     options: Options | None = None
     default_tokens: int = 1
+    draws: Draws | None = None  # of all rows of its batch
+    row: int = 0
     current: Callable[[], Prompt] | None = None  # the prompt again, if settings changed meanwhile
     tokenizer: PreTrainedTokenizerBase | None = None  # to turn tokens into text
     account: str = ""  # whose share of the model's time it uses

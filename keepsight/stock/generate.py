@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from keepsight.core.decoding.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
-from keepsight.core.decoding.sampling import known_options, option_of, pads_of, samples_of, seed_of
+from keepsight.core.decoding.sampling import (
+    Draws,
+    known_options,
+    option_of,
+    pads_of,
+    samples_of,
+    seed_of,
+)
 from keepsight.core.runtime import Runtime
 from keepsight.core.sequence import Sequence as Answer
 from keepsight.errors import (
@@ -129,13 +136,13 @@ def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
     ids, streamer = asked.ids, asked.streamer
     if streamer is not None and not asked.embedded:
         streamer.put(ids.cpu())
-    answers = []
+    answers, draws = [], Draws(len(asked.prompts))
     for row, prompt in enumerate(asked.prompts):
         options = {**asked.options, **runtime.grammar(asked.options, prompt)}
         if options.get("seed") is not None:
             same = sum(prompt is other for other in asked.prompts[:row])
             options["seed"] = seed_of(options["seed"], same)  # samples of one prompt must differ
-        answers.append(Answer(prompt, asked.tenant, options, _TOKENS))
+        answers.append(Answer(prompt, asked.tenant, options, _TOKENS, draws, row))
     if streamer is not None:
         for piece in runtime.engine.answer(answers[0]):
             if piece.token is not None:

@@ -256,6 +256,42 @@ def test_samples_share_one_prefill(parts: tuple[Any, Any]) -> None:
         assert own.shape == wanted.shape and len({tuple(row.tolist()) for row in own}) > 1
 
 
+def test_samples_are_those_of_stock_cold_and_warm(parts: tuple[Any, Any]) -> None:
+    """Whichever row comes first, and also where some have ended."""
+    model, processor = parts
+    ends = list(range(0, 576, 8))  # likely enough that rows end at different steps
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 12}
+    options |= {"eos_token_id": ends, "pad_token_id": 0}
+
+    def sampled(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(seed)
+        return model.generate(**stock_inputs(processor, FIRST), **options), torch.rand(1)
+
+    wanted = [sampled(seed) for seed in range(4)]
+    lengths = {int((row != 0).sum()) for rows, _ in wanted for row in rows}
+    assert len(lengths) > 3
+    with ks.installed(model, processor) as vlm:
+        for state in ("cold", "warm"):
+            for seed, (rows, after) in enumerate(wanted):
+                if state == "cold":
+                    vlm.clear()
+                found, then = sampled(seed)
+                assert torch.equal(found, rows), (state, seed)
+                assert torch.equal(then, after)  # stock's own next random number
+
+
+def test_packages_are_read_in_chunks_by_stock() -> None:
+    for kind in ("qwen3_vl", "llava"):  # with levels behind the first layer, and without
+        model, processor = build(kind)
+        messages = [turn("These?", picture(1), picture(2))]
+        how: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
+        wanted = model.generate(**stock_inputs(processor, messages), **how).logits
+        with ks.wrap(model, processor) as vlm:
+            found = model.generate(**vlm.inputs(messages), prefill_chunk_size=5, **how).logits
+        for one, other in zip(wanted, found, strict=True):
+            assert float((one - other).abs().max()) < 1e-4 * float(one.abs().max())
+
+
 def test_nested_other_options_and_after_errors(parts: tuple[Any, Any]) -> None:
     model, processor = parts
     with pytest.raises(ZeroDivisionError), ks.installed(model, processor, drafts=False) as vlm:

@@ -7,6 +7,7 @@ Every option of `GenerationConfig` is used or refused by name. Options that need
 from __future__ import annotations
 
 import functools
+from collections import deque
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -59,6 +60,31 @@ DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_GENERATE_TOKENS = 20  # default of Transformers' `generate`
 
 
+class Draws:
+    """The random numbers of rows that are sampled together.
+
+    Stock draws for all rows at each step. So it is here, whichever row takes its next token first
+    and whichever has ended: what was remembered of a row changes no answer.
+    """
+
+    def __init__(self, rows: int, generator: torch.Generator | None = None) -> None:
+        self._rows, self._generator = rows, generator
+        self._left = {row: deque[torch.Tensor]() for row in range(rows)}
+
+    def pick(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
+        """The next token of a row, by the arithmetic of `torch.multinomial`."""
+        if not self._left[row]:
+            noise = probabilities.new_empty(self._rows, probabilities.shape[-1])
+            noise.exponential_(generator=self._generator)
+            for each, left in self._left.items():
+                left.append(noise[each])
+        return (probabilities / self._left[row].popleft()).argmax(-1, keepdim=True)
+
+    def end(self, row: int) -> None:
+        """Keep nothing more for a row."""
+        self._left.pop(row, None)
+
+
 @dataclass
 class Sampler:
     """Chooses the tokens of one sequence, with the checkpoint's generation_config applied."""
@@ -67,9 +93,10 @@ class Sampler:
     config: GenerationConfig
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
-    generator: torch.Generator | None
+    draws: Draws
     max_new_tokens: int
     stop: list[str]
+    row: int = 0  # among those that share the draws
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     reads_all: bool = False  # the logits before every token are recorded, or changed by the caller
@@ -106,10 +133,9 @@ class Sampler:
             token = scores.new_full((1, 1), self.constraint.only, dtype=torch.int64)  # no choice
         elif self.config.do_sample:
             probabilities = torch.softmax(scores, dim=-1)
-            try:
-                token = torch.multinomial(probabilities, 1, generator=self.generator)
-            except RuntimeError as error:
-                raise InputError(f"no token can be drawn from these logits: {error}") from error
+            if not bool(probabilities.isfinite().all()):
+                raise InputError("no token can be drawn from these logits: they give no likelihood")
+            token = self.draws.pick(self.row, probabilities)
         else:
             token = scores.argmax(-1, keepdim=True)
         return self._taken(token)
@@ -123,6 +149,8 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.take(int(token))
         self.over = self._ends() or self.count >= self.max_new_tokens
+        if self.over:
+            self.draws.end(self.row)
         return int(token)
 
     def _ends(self) -> bool:
@@ -142,10 +170,12 @@ def sampler(
     ids: torch.Tensor,
     options: Options,
     default_tokens: int,
+    draws: Draws | None = None,
+    row: int = 0,
 ) -> Sampler:
     """Resolve the options of one call; refuse unknown or impossible ones by name."""
     try:
-        return _resolved(model, tokenizer, ids, options, default_tokens)
+        return _resolved(model, tokenizer, ids, options, default_tokens, draws, row)
     except KeepsightError:
         raise
     except (ValueError, TypeError) as error:  # Transformers' own checks of values
@@ -158,6 +188,8 @@ def _resolved(
     ids: torch.Tensor,
     options: Options,
     default_tokens: int,
+    draws: Draws | None,
+    row: int,
 ) -> Sampler:
     options = {_ALIASES.get(name, name): value for name, value in options.items()}
     ours = {name: options.pop(name) for name in _OURS if name in options}
@@ -199,15 +231,15 @@ def _resolved(
     )
     if endings:
         criteria.append(StopStrings(tokenizer, endings))
-    generator = None
     if ours.get("seed") is not None:
-        generator = torch.Generator(ids.device).manual_seed(seed_of(ours["seed"]))
+        draws, row = Draws(1, torch.Generator(ids.device).manual_seed(seed_of(ours["seed"]))), 0
     return Sampler(
         ids,
         config,
         processors,
         criteria,
-        generator,
+        draws or Draws(1),
+        row=row,
         max_new_tokens=count,
         stop=stop,
         skip_special_tokens=ours.get("skip_special_tokens") is not False,
