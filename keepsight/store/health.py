@@ -38,6 +38,7 @@ _OF_NUMBER = {
 }
 _OF_SQLITE = {
     sqlite3.SQLITE_FULL: FULL,
+    sqlite3.SQLITE_IOERR_SHMSIZE: FULL,  # no room for the memory that its processes share
     sqlite3.SQLITE_READONLY: READ_ONLY,
     **dict.fromkeys((sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH), DENIED),
     **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL), LOCKED),
@@ -50,7 +51,9 @@ def named(error: BaseException) -> str:
     """The kind of problem that an error is."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)  # errors of Python's own module have none
-        return DAMAGED if code is None else _OF_SQLITE.get(code & 0xFF, DAMAGED)
+        if code is None:
+            return DAMAGED
+        return _OF_SQLITE.get(code) or _OF_SQLITE.get(code & 0xFF, DAMAGED)
     if not isinstance(error, OSError):
         return DAMAGED
     if error.errno is not None:

@@ -238,6 +238,7 @@ class Index:
         self._base: Base | None = None
         self.file: tuple[int, int] | None = None  # device and inode of what is open
         self._is_read_only = False
+        self._is_alone = False  # for as long as the disk has no room for what processes share
         self._is_lost = False  # in a child of a process that forked while it was in use
         forks.hold(self)
 
@@ -272,7 +273,11 @@ class Index:
                 elif state != health.LOCKED:
                     self.close()  # this connection may stay broken
                 if is_last or state != health.DAMAGED:
-                    raise StoreError(f"{self.files.path(NAME)}: {error}") from error
+                    raise self._refused(error) from error
+            finally:
+                if self._is_alone:
+                    self.close()
+                    self._is_alone = False
         raise StoreError(f"{self.files.path(NAME)}: not usable")
 
     def entries(self, scope: Scope) -> Iterator[Entry]:
@@ -297,8 +302,13 @@ class Index:
         with self._lock:
             try:
                 return not self.is_store() or look(self._opened())
-            except (*_TROUBLE, StoreError):
+            except _TROUBLE as error:
+                if health.named(error) != health.DAMAGED:
+                    raise self._refused(error) from error
                 return False
+
+    def _refused(self, error: Exception) -> StoreError:
+        return StoreError(f"{self.files.path(NAME)}: {error}")
 
     def is_store(self) -> bool:
         """Whether the folder is a store, which may have lost its index."""
@@ -355,11 +365,15 @@ class Index:
         self._is_read_only = False
         while not self._is_read_only:
             try:
-                return _prepared(_connected(path))
+                return _prepared(_connected(path), self._is_alone)
             except sqlite3.OperationalError as error:
-                if health.named(error) == health.LOCKED and time.monotonic() < until:
+                problem = health.named(error)
+                if problem == health.LOCKED and time.monotonic() < until:
                     # Of two that open it for the first time one is told at once that it is locked.
                     time.sleep(0.02)
+                    continue
+                if problem == health.FULL and not self._is_alone:
+                    self._is_alone = True
                     continue
                 wal = self.files.status(f"{NAME}-wal")
                 if os.access(self.files.root, os.W_OK) or (wal is not None and wal.st_size):
@@ -469,6 +483,7 @@ class Index:
                     raise
                 if attempt:  # its journal is the larger part, and finds no room to be written back
                     self.delete()
+                    self._is_alone = True
                 # Otherwise the files that are gone by now may have made room for the rows.
             except OSError as error:
                 where = self.files.root
@@ -495,10 +510,13 @@ def _connected(address: Path | str) -> Base:
     return base
 
 
-def _prepared(base: Base) -> Base:
-    """A connection that may write, with its tables in place."""
+def _prepared(base: Base, alone: bool) -> Base:
+    """A connection that may write, with its tables in place; `alone`: the only one, which needs
+    neither a journal nor shared memory on the disk."""
     try:
-        base.execute("PRAGMA journal_mode = WAL")
+        if alone:
+            base.execute("PRAGMA locking_mode = EXCLUSIVE")
+        base.execute(f"PRAGMA journal_mode = {'MEMORY' if alone else 'WAL'}")
         # A file whose row was lost in a power cut would be found by key, but by no deletion.
         base.execute("PRAGMA synchronous = FULL")
         base.execute(f"PRAGMA wal_autocheckpoint = {_JOURNAL}")

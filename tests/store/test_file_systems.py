@@ -220,3 +220,45 @@ def test_a_full_disk_is_emptied_entry_by_entry(tmp_path: Path, salted: bool) -> 
         store.flush()
         assert store.has("package", digests.digest("n", 0)) and store.check() == []
         store.close()
+
+
+@pytest.mark.parametrize("room", [0, 33_000])
+def test_a_store_on_a_full_disk_is_read_checked_and_cleared_by_a_new_process(
+    tmp_path: Path, room: int
+) -> None:
+    """The index finds room neither for memory that processes share nor for a journal."""
+    disk = tmp_path / "disk"
+    keys = [digests.digest("n", number) for number in range(20)]
+    with mounted(disk, "2m"):
+        with contextlib.closing(DiskStore(disk / "store")) as store:
+            for key in keys:
+                store.put("package", key, {"a": torch.zeros(50)}, {})
+            store.flush()
+        fill_up(disk, room)
+
+        def anew(work: Callable[[DiskStore], Any]) -> Any:
+            with contextlib.closing(DiskStore(disk / "store")) as store:
+                return work(store)
+
+        assert anew(lambda store: store.stats())["entries"] == len(keys)
+        assert len(anew(lambda store: list(store.entries()))) == len(keys)
+        assert anew(lambda store: store.check()) == []
+        assert anew(lambda store: store.check(repair=True)) == []
+        assert anew(lambda store: store.delete("package", keys[0])) > 0
+        assert len(anew(lambda store: list(store.entries()))) == len(keys) - 1
+        assert anew(lambda store: store.gc(2000)) > 0
+        assert anew(lambda store: store.clear()) > 0
+        assert not list(disk.rglob("*.sight")) and anew(lambda store: store.check()) == []
+
+
+def test_a_full_disk_is_no_damaged_index(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with mounted(disk, "1m"):
+        fill_up(disk, 8192)
+        with contextlib.closing(DiskStore(disk / "store")) as store:
+            store.put("package", digests.digest("n"), {"a": torch.zeros(50)}, {})
+            with pytest.raises(NotStored):
+                store.flush()
+            for repair in (False, True):
+                with pytest.raises(StoreError, match="full"):
+                    store.check(repair)
