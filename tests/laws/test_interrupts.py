@@ -188,3 +188,28 @@ def test_an_interrupt_at_each_call_and_return(demo_parts: Any, file: str) -> Non
 
 if __name__ == "__main__":
     interrupt(int(sys.argv[1]), int(sys.argv[2]))
+
+
+# Presses Ctrl-C while the command is imported, or when all is done.
+PRESSED = """
+import atexit, os, runpy, signal, sys
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Watched:
+    def find_spec(self, name, *more):
+        if name == "keepsight.cli.app":
+            press()
+
+sys.meta_path.insert(0, Watched()) if sys.argv.pop() == "start" else atexit.register(press)
+runpy.run_module("keepsight", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["start", "end"])
+def test_the_command_line_is_interrupted_without_a_traceback(moment: str) -> None:
+    words = [sys.executable, "-c", PRESSED, "--version", moment]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert done.stdout.startswith("keepsight") == (moment == "end")
