@@ -45,11 +45,11 @@ _BOX = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
 class ErrorsByName(TyperGroup):
     """A group of commands whose Keepsight errors are one line on stderr and exit code 2."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Run the command; an error that Keepsight raises on purpose needs no traceback, and
         neither does what a disk refuses."""
         try:
-            return super().invoke(ctx)
+            return super().main(*args, **options)
         except BrokenPipeError:
             raise  # Click ends quietly
         except Exception as error:
@@ -58,7 +58,7 @@ class ErrorsByName(TyperGroup):
                 raise
             line = re.sub(r"\s*\n\s*", " ", plain(told).strip())
             typer.echo(f"error: {line}", err=True)
-            raise typer.Exit(2) from None
+            sys.exit(2)
 
 
 def _told(error: Exception) -> str | None:

@@ -108,6 +108,13 @@ def test_standard_input_stands_for_a_picture_a_question_or_a_file(folder: Path) 
     assert json.loads(Path("o.jsonl").read_text())["usage"]["images"] == 1
 
 
+def test_help_that_a_full_disk_refuses_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "keepsight", "--help"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
 def test_a_closed_stream_is_like_an_empty_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
