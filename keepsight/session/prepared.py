@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -209,6 +210,10 @@ class Prefix:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would release what this one holds."""
+        raise InputError("a prefix cannot be copied; make another with vlm.prefix, or save it")
 
     def __del__(self) -> None:
         held = getattr(self, "_held", None)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +98,17 @@ def test_held_while_it_lives_and_prepared_again_when_forgotten(vlm: Any) -> None
         vlm.runtime.tree.evict(1 << 40)
         assert vlm.runtime.tree.device.nbytes == 0
     vlm.runtime.check()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copy_releases_what_a_prefix_holds(vlm: Any, copied: Callable[[Any], object]) -> None:
+    with vlm.prefix([turn("Look.", picture(1))]) as prefix:
+        held = vlm.stats()["prefix"]["held_bytes"]
+        with pytest.raises(InputError, match="cannot be copied"):
+            copied(prefix)
+        gc.collect()
+        vlm.ask("Hm?", max_new_tokens=1)
+        assert vlm.stats()["prefix"]["held_bytes"] == held > 0
 
 
 def test_a_deleted_picture_is_gone_while_a_prefix_is_open() -> None:
