@@ -307,12 +307,18 @@ class Index:
                     raise self._refused(error) from error
                 return False
 
+    def _unreadable(self, error: OSError) -> StoreError:
+        return StoreError(f"{self.files.root} cannot be read: {error}")
+
     def _refused(self, error: Exception) -> StoreError:
         return StoreError(f"{self.files.path(NAME)}: {error}")
 
     def is_store(self) -> bool:
         """Whether the folder is a store, which may have lost its index."""
-        return self.files.status(NAME) is not None or self.files.is_store()
+        try:
+            return self.files.status(NAME) is not None or self.files.is_store()
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def close(self) -> None:
         """Close it; it opens again when needed."""
@@ -392,7 +398,7 @@ class Index:
                     new = [name for name in there if name and row(base, name) is None]
                     put(base, filter(None, map(self.files.entry, new)))
         except OSError as error:  # half a walk is not taken for all
-            raise StoreError(f"{self.files.root} cannot be read: {error}") from error
+            raise self._unreadable(error) from error
         with _transaction(base):
             for name in self.files.pins():
                 pin(base, name, True)

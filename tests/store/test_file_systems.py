@@ -262,3 +262,15 @@ def test_a_full_disk_is_no_damaged_index(tmp_path: Path) -> None:
             for repair in (False, True):
                 with pytest.raises(StoreError, match="full"):
                     store.check(repair)
+
+
+def test_a_loop_of_links_in_place_of_a_folder_stops_no_answer(
+    demo_parts: dict[str, Any], tmp_path: Path, wanted: list[str]
+) -> None:
+    root = tmp_path / "store"
+    root.symlink_to(root)
+    with ks.wrap(*demo_parts["demo"], store=root) as vlm:
+        assert answers(vlm) == wanted
+        assert vlm.stats()["store"]["state"] != "ok"
+        with pytest.raises(StoreError):
+            vlm.flush()
