@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import pytest
-from support.server_harness import HELLO, Scripted, live, until
+from support.server_harness import HELLO, Scripted, live, refusal, until
 
 import keepsight as ks
 from keepsight.cli import serve
@@ -45,13 +45,18 @@ def test_a_terminal_shows_short_lines(
 
 
 def test_a_failure_is_told_once(vlm: ks.VLM, caplog: pytest.LogCaptureFixture) -> None:
-    broken = Scripted()
-    broken.submit = lambda *_, **__: 1 / 0  # type: ignore[assignment, return-value]
-    with live(vlm, broken) as server, caplog.at_level(logging.ERROR, logger="keepsight.server"):
-        status, told, _ = server.chat({"messages": HELLO})
-    assert status == 500 and told["error"]["code"] == "internal_error"
+    """In the log, with the id that the client is told and nothing else."""
+
+    class Broken(Scripted):
+        def submit(self, messages: Any, **options: Any) -> Any:
+            raise RuntimeError("a secret")
+
+    with live(vlm, Broken()) as server, caplog.at_level(logging.ERROR, logger="keepsight.server"):
+        error = refusal(server.chat({"messages": HELLO}), 500)
+    assert error["code"] == "internal_error" and "req_" in error["message"]
+    assert "secret" not in json.dumps(error)
     [failure] = caplog.records
-    assert "ZeroDivisionError" in failure.getMessage()
+    assert "RuntimeError" in failure.getMessage()
 
 
 def test_garbage_is_not_looked_for_among_what_loading_made(

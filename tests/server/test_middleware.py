@@ -19,7 +19,6 @@ from support.server_harness import (
     asked,
     bearer,
     live,
-    png,
     refusal,
     scene,
     until,
@@ -221,16 +220,6 @@ def test_an_answer_that_takes_too_long(vlm: Any) -> None:
         assert events[-1]["error"]["code"] == "timeout"
 
 
-def test_an_error_of_our_own_tells_nothing(vlm: Any) -> None:
-    class Broken(Scripted):
-        def submit(self, messages: Any, **options: Any) -> Any:
-            raise RuntimeError("a secret")
-
-    with live(vlm, Broken()) as server:
-        error = refusal(server.chat(user("x")), 500)
-        assert "secret" not in json.dumps(error) and "req_" in error["message"]
-
-
 # -- keys and tenants --------------------------------------------------------------------------
 
 
@@ -246,25 +235,6 @@ def test_keys(locked: Live) -> None:
     assert locked.call("/metrics", headers=bearer("root"))[0] == 200
     reset = locked.call("/v1/cache/reset", {"everyone": True}, headers=bearer("ann"))
     assert refusal(reset, 403)["code"] == "admin_key_required"
-
-
-def test_tenants_see_nothing_of_each_other(locked: Live) -> None:
-    image = scene(21)
-    sent = locked.upload(png(image), bearer("ann"))[1]
-    part = {"type": "file", "file": {"file_id": sent["id"]}}
-    hidden = locked.chat(user([part]), headers=bearer("bob"))
-    assert refusal(hidden, 404)["code"] == "file_not_found"
-    body = {"messages": asked(image), "max_tokens": 2, "keepsight": {"report": True}}
-    for _ in range(2):
-        locked.chat(body, headers=bearer("ann"))
-    told = locked.chat(body, headers=bearer("bob"))[1]
-    assert told["usage"]["images_encoded"] == 1
-    assert {s["reason"] for s in told["keepsight"]["report"]["segments"]} == {"new"}
-    stats = locked.call("/v1/cache/stats", headers=bearer("small"))[1]
-    assert stats["prefix"]["bytes"] == 0 and "engine" not in stats and "scheduler" not in stats
-    locked.call("/v1/cache/reset", {}, headers=bearer("bob"))
-    again = locked.chat(body, headers=bearer("ann"))[1]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
@@ -350,17 +320,12 @@ def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> No
         assert allowed[2]["access-control-allow-origin"] == "http://good"
         refused = other.call(path, method="OPTIONS", headers=headers)[2]
         assert "access-control-allow-origin" not in refused
-
-
-def test_openais_client_in_a_browser_may_send_its_own_headers(vlm: Any) -> None:
-    sent = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
-    headers = {"origin": "http://good", "access-control-request-method": "POST"}
-    with live(vlm, Scripted(), allow_origin=("http://good",)) as server:
-        asked = {**headers, "access-control-request-headers": sent}
-        answer = server.call("/v1/chat/completions", method="OPTIONS", headers=asked)
-        assert answer[0] == 200
-        allowed = answer[2]["access-control-allow-headers"].lower().replace(" ", "").split(",")
-        assert set(sent.split(",")) <= set(allowed)
+        # OpenAI's client in a browser has headers of its own.
+        sent = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+        asked = {**headers, "origin": "http://good", "access-control-request-headers": sent}
+        status, _, told = other.call(path, method="OPTIONS", headers=asked)
+        allowed = told["access-control-allow-headers"].lower().replace(" ", "").split(",")
+        assert status == 200 and set(sent.split(",")) <= set(allowed)
 
 
 def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(vlm: Any) -> None:
