@@ -12,7 +12,6 @@ from support.server_harness import TEMPLATE, Live, asked, bearer, live, opening,
 import keepsight as ks
 from keepsight.media.naming import Namer
 from keepsight.server.config import ApiKey
-from keepsight.store import layout
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
 UNKNOWN = "0" * 64
@@ -65,26 +64,6 @@ def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
     assert report["cached_tokens"] == opening(report), "what stands before the other one as well"
     assert report["images"][0]["features"] == "tower"
     assert act(locked, "delete", "ann", key)[1]["bytes_freed"] == 0  # gone is gone
-
-
-def test_salts_of_one_key_have_one_quota_on_disk(
-    demo_parts: dict[str, Any], tmp_path: Path
-) -> None:
-    quota = 300_000
-    limits = {"store": tmp_path, "tenant_quota": quota}
-    with ks.wrap(*demo_parts["demo"], **limits) as vlm, live(vlm, keys=KEYS) as server:
-        assert prepared(server, 73, "bob")
-        for n in range(8):
-            body = {**about(74), "cache_salt": "one" if n % 2 else f"number {n}"}
-            assert server.call("/v1/prepare", body, headers=bearer("ann"))[0] == 200
-            vlm.flush()
-        bob = tmp_path / layout.tenant_prefix(layout.tenant_digest("bob"))
-        everything = [file for file in tmp_path.glob("tenants/*/*/??/*") if file.is_file()]
-        of_bob = sum(file.stat().st_size for file in everything if bob in file.parents)
-        assert 0 < of_bob <= quota
-        assert quota // 2 < sum(file.stat().st_size for file in everything) - of_bob <= quota
-        report = server.call("/v1/cache/explain", about(73), headers=bearer("bob"))[1]["report"]
-        assert report["images"][0]["features"] != "tower"
 
 
 def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
@@ -162,25 +141,6 @@ def test_a_picture_that_only_the_disk_has_is_pinned_and_deleted(locked: Live) ->
     assert not any(key in entry.media for entry in store.entries())
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "messages"),
-        ({"images": []}, "images"),
-        ({"images": ["x"]}, "images[0]"),
-        ({"images": [UNKNOWN], "messages": asked(scene(1))}, "images"),
-        ({"images": [UNKNOWN], "pictures_only": True}, "pictures_only"),
-        ({"images": [UNKNOWN], "max_pixels": 4096}, "max_pixels"),
-    ],
-)
-def test_what_is_meant_is_said_once(locked: Live, body: dict[str, Any], param: str) -> None:
-    for path in ("/v1/cache/pin", "/v1/cache/delete"):
-        status, told, _ = locked.call(path, {"model": "demo", **body}, headers=bearer("ann"))
-        assert status == 400 and told["error"]["param"] == param
-    wrong = {"model": "gpt", "images": [UNKNOWN]}
-    assert locked.call("/v1/cache/delete", wrong, headers=bearer("ann"))[0] == 404
-
-
 def test_flushing_is_an_administrators(locked: Live) -> None:
     assert locked.call("/v1/cache/flush", {}, headers=bearer("ann"))[0] == 403
     told = locked.call("/v1/cache/flush", {}, headers=bearer("root"))[1]
@@ -230,17 +190,9 @@ def trace(vlm: Any) -> Any:
 def test_a_whole_prompt_says_from_which_tier_it_came(
     demo_parts: dict[str, Any], tmp_path: Path
 ) -> None:
-    body = {"messages": asked(scene(77)), "max_tokens": 4, "keepsight": {"report": True}}
-    with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm, live(vlm) as server:
-        server.chat(body)
+    with ks.wrap(*demo_parts["demo"], store=tmp_path) as vlm:
+        vlm.prepare(asked(scene(77)))
         vlm.flush()
-        vlm.clear()
-        for tier in ("disk", "memory"):
-            report = server.chat(body)[1]["keepsight"]["report"]
-            assert {(s["reason"], s["tier"]) for s in report["segments"]} == {
-                ("whole prompt", tier)
-            }
-            assert [image["tier"] for image in report["images"]] == [tier]
         vlm.clear()
         parts = [{"type": "image", "image": scene(78)}, {"type": "text", "text": "Well?"}]
         told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report

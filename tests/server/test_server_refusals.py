@@ -37,6 +37,7 @@ def pictured(**fields: str) -> dict[str, Any]:
     return said({"type": "input_image", **fields})
 
 
+UNKNOWN = "0" * 64  # the key of a picture that nobody has
 BROKEN = "data:image/png;base64,???"
 CUT = uri(png(scene(1))[:60])  # it has a head, and no pixels
 IMAGE = {"type": "input_image", "image_url": 5}
@@ -52,6 +53,16 @@ BEGUN: dict[str, dict[str, Any]] = {
         "assets": {"<a>": {"data_base64": PICTURE.partition(",")[2]}},
     },
 }
+# What is pinned or deleted: a conversation, or pictures by their keys.
+OF_PICTURES: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "messages"),
+    ({"images": []}, "images"),
+    ({"images": ["x"]}, "images[0]"),
+    ({"images": [UNKNOWN], "messages": asked(scene(1))}, "images"),
+    ({"images": [UNKNOWN], "pictures_only": True}, "pictures_only"),
+    ({"images": [UNKNOWN], "max_pixels": 4096}, "max_pixels"),
+    ({"images": [UNKNOWN], "model": "gpt"}, "model"),
+]
 WRONG: dict[str, list[tuple[dict[str, Any], str | None]]] = {
     CHAT: [
         ({"messages": []}, "messages"),
@@ -127,6 +138,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None]]] = {
             "tool_choice"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
+        *(({"previous_response_id": one}, "previous_response_id") for one in ("", "x" * 5000)),
     ],
     SYSTEM_ONE: [
         ({"questions": {}}, "questions"),
@@ -183,6 +195,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str | None]]] = {
         ({"prompt": "a", "guided_choice": []}, "guided_choice"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ],
+    "/v1/cache/pin": OF_PICTURES,
+    "/v1/cache/delete": OF_PICTURES,
     "/tokenize": [({}, "prompt"), ({"messages": []}, "messages")],
     "/detokenize": [({"tokens": [1, 99999]}, "tokens[1]")],
 }  # fmt: skip
