@@ -49,19 +49,12 @@ def test_features_answer_as_the_picture(server: Live, sight: bytes) -> None:
     ways = (embeds(b64), embeds(f"data:application/octet-stream;base64,{b64}"))
     texts = [text_of(server.chat(asked(part))[:2]) for part in ways]
     file = {"type": "file", "file": {"file_data": f"data:;base64,{b64}"}}
-    texts.append(text_of(server.chat(asked(file))[:2]))
+    sent = server.service.files.put("", sight, "a.sight", "vision", None, None)
+    for part in (file, embeds(sent.id), {"type": "file", "file": {"file_id": sent.id}}):
+        texts.append(text_of(server.chat(asked(part))[:2]))
     assert server.service.vlm.stats()["features"]["encoded"] == encoded
     picture = {"type": "image_url", "image_url": {"url": uri(scene(1))}}
     assert {*texts} == {text_of(server.chat(asked(picture))[:2])}
-
-
-def test_an_upload_is_meant_by_its_id(server: Live, sight: bytes) -> None:
-    vlm = server.service.vlm
-    sent = server.service.files.put("", sight, "a.sight", "vision", None, None)
-    encoded = vlm.stats()["features"]["encoded"]
-    for part in (embeds(sent.id), {"type": "file", "file": {"file_id": sent.id}}):
-        text_of(server.chat(asked(part))[:2])
-    assert vlm.stats()["features"]["encoded"] == encoded
 
 
 def test_what_is_refused(server: Live, sight: bytes) -> None:

@@ -173,16 +173,6 @@ def dripping(server: Live) -> Any:
     return connection
 
 
-def test_closing_waits_for_no_body_that_comes_in_drips(vlm: Any) -> None:
-    with live(vlm, Scripted("hi"), body_timeout="1h") as server:
-        server.server._drain = 3600.0
-        with dripping(server) as connection:
-            server.service.draining = True
-            status, told = answered(connection)
-            assert status == 503 and told["error"]["code"] == "shutting_down"
-            until(lambda: server.server.should_exit)
-
-
 def test_closing_waits_for_what_was_admitted(vlm: Any) -> None:
     script = Long()
     with live(vlm, script, body_timeout="1h") as server:

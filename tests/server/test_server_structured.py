@@ -177,7 +177,6 @@ def test_a_form_beside_tools(server: Live, hurry: dict[str, float]) -> None:
         ({"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
             "tools[1].function.parameters"),
         ({"tools": [tool("go", {"type": "strin"})], "tool_choice": NAMED}, f"tools[0].{SCHEMA}"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": BAD}}, "response_format"),
         ({"guided_json": {"type": "strin"}}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
@@ -351,6 +350,3 @@ def test_a_value_between_tags_is_read_as_its_schema_says() -> None:
     pieces: list[OutputPiece] = [*parser.push(text), *parser.finish()]
     found = json.loads(pieces[0].text)
     assert found == {name: value for name, (_, value) in values.items()}
-
-
-# -- others ----------------------------------------------------------------------------------------
