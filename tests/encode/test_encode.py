@@ -102,17 +102,6 @@ def test_a_folder_that_cannot_be_written_is_named(vlm: Any, photos: Path, out: P
 # -- resuming ----------------------------------------------------------------------------------
 
 
-def test_a_second_run_computes_nothing(
-    vlm: Any, photos: Path, out: Path, demo_parts: dict[str, Any]
-) -> None:
-    list(encode([photos / "p0.png"], vlm, files=out))
-    again = ks.wrap(*demo_parts["demo"])
-    results = list(encode([photos], again, files=out))
-    assert statuses(results) == {"p0.png": "kept", "p1.png": "encoded", "p2.png": "encoded"}
-    assert towers(again) == (2, 2)
-    assert all(result.nbytes == 0 for result in results if result.status == "kept")
-
-
 def test_names_do_not_matter(vlm: Any, photos: Path, out: Path, demo_parts: dict[str, Any]) -> None:
     (first, second, _) = encode([photos], vlm, files=out)
     key = ks.Package.load(second.package).key

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.encode_parts import png, table, tar
+from support.encode_parts import files, png, table, tar
 from support.hostile import finished, start
 
 import keepsight as ks
@@ -54,12 +54,6 @@ def whole(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     found = files(store)
     assert len(found) == IMAGES
     return found
-
-
-def files(store: Path) -> dict[str, bytes]:
-    """Every package file in a store, byte for byte."""
-    named = (path for path in store.rglob("*.sight") if not path.name.startswith("."))
-    return {path.name: path.read_bytes() for path in named}
 
 
 def ran(photos: Path, store: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from support.encode_parts import png, table, zipped
+from support.encode_parts import files, png, table, zipped
 
 import keepsight as ks
 from keepsight import encode as room
@@ -49,15 +49,6 @@ def photos(tmp_path: Path) -> Path:
     table(folder / "t.parquet", {"image": [png(3), png(31), b"nothing"]})
     zipped(folder / "z.zip", [("../x.png", png(32))])
     return folder
-
-
-def files(store: Path) -> dict[str, bytes]:
-    """Every package file in a store, byte for byte."""
-    return {
-        path.name: path.read_bytes()
-        for path in store.rglob("*.sight")
-        if not path.name.startswith(".")
-    }
 
 
 def alone(photos: Path, store: Path) -> Counter[str]:

@@ -17,11 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support.hostile import (
-    GOLDEN,
-    bounded,
-    tiny_package,
-)
+from support.common import bits
+from support.hostile import GOLDEN, bounded, tiny_package
 from support.models import picture, turn
 
 import keepsight as ks
@@ -29,8 +26,6 @@ from keepsight import Together
 from keepsight.errors import (
     DamagedFile,
     InputError,
-    NotKeepsightFile,
-    WrongFormatVersion,
     WrongIdentity,
 )
 from keepsight.formats import package, tensorfile
@@ -42,15 +37,7 @@ TINY = GOLDEN / "tiny.sight"
 
 def equal(one: Package, two: Package) -> bool:
     """Equal in everything that is saved, bit for bit."""
-    return one.record() == two.record() and bits(one) == bits(two)
-
-
-def bits(pack: Package) -> dict[str, Any]:
-    """Names, dtypes, shapes and bytes."""
-    return {
-        name: (t.dtype, t.shape, t.contiguous().view(-1).view(torch.uint8).tolist())
-        for name, t in pack.tensors.items()
-    }
+    return one.record() == two.record() and bits(one.tensors) == bits(two.tensors)
 
 
 # -- golden bytes ------------------------------------------------------------------------------
@@ -187,16 +174,6 @@ def test_tiles_are_rows_too(tmp_path: Path) -> None:
     assert Package.load(path).tensors["features"].shape == (2, 3, 5)
 
 
-def test_other_kinds_and_versions(tmp_path: Path) -> None:
-    tiny, path = tiny_package(), tmp_path / "x.sight"
-    tensorfile.save(path, "snapshot", FORMAT, tiny.tensors, tiny.record())
-    with pytest.raises(NotKeepsightFile, match="'snapshot' file, expected 'package'"):
-        Package.load(path)
-    tensorfile.save(path, KIND, FORMAT + 1, tiny.tensors, tiny.record())
-    with pytest.raises(WrongFormatVersion, match=f"format {FORMAT + 1}"):
-        Package.load(path)
-
-
 def test_bytes_are_those_of_storages() -> None:
     """A view pins all of the tensor it looks into, and two views of one storage count once."""
     base = torch.zeros(100, 3)
@@ -215,13 +192,7 @@ def vlm(demo_parts: dict[str, Any]) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[Package], dict[str, Any]], type[Exception], str]] = {
-    "other weights": (lambda p: {"weights": "0" * 64}, WrongIdentity, "vision weights"),
     "other settings": (lambda p: {"settings": "0" * 64}, WrongIdentity, "vision settings"),
-    "other processor settings": (
-        lambda p: {"about": dict(p.about, processor_settings="0" * 64)},
-        WrongIdentity,
-        "processor settings",
-    ),
     "another width": (
         lambda p: {"tensors": {name: t[:, :-1] for name, t in p.tensors.items()}},
         WrongIdentity,

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from support.common import bits
 from support.hostile import (
     bounded,
     entry,
@@ -43,16 +44,6 @@ from keepsight.system import digests
 
 DTYPES = [getattr(torch, name) for name in tensorfile._DTYPES.values()]
 Tensors = dict[str, torch.Tensor]
-
-
-def same(one: Tensors, two: Tensors) -> bool:
-    """Equal in names, dtypes, shapes and every bit."""
-    return one.keys() == two.keys() and all(
-        t.dtype == two[name].dtype
-        and t.shape == two[name].shape
-        and t.contiguous().view(-1).view(torch.uint8).equal(two[name].view(-1).view(torch.uint8))
-        for name, t in one.items()
-    )
 
 
 def random_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
@@ -87,7 +78,7 @@ def test_what_is_written_is_read(tmp_path: Path, tensors: Tensors, record: dict[
     path = tmp_path / "x.keep"
     tensorfile.save(path, "test", 1, tensors, record)
     read, got = tensorfile.read(path, "test", 1)
-    assert same(tensors, read)
+    assert bits(tensors) == bits(read)
     assert {name: got[name] for name in record} == record
     assert tensorfile.read_record(path) == got
 
@@ -98,7 +89,8 @@ def test_any_safetensors_reader_opens_it(tmp_path: Path, tensors: Tensors) -> No
     path = tmp_path / "x.sight"
     tensorfile.save(path, "test", 1, tensors, {"a": "é"})
     with safe_open(path, "pt") as file:
-        assert same(tensors, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert bits(tensors) == bits(read)
         assert set(file.metadata()) == {"format", "keepsight", "digest"}
 
 
@@ -157,7 +149,7 @@ def test_every_flipped_bit_is_found_or_changes_nothing(small: Path) -> None:
             found = tensorfile.read(small, "test", 1)
         except FileError:
             continue
-        assert same(found[0], wanted[0]) and found[1] == wanted[1]
+        assert bits(found[0]) == bits(wanted[0]) and found[1] == wanted[1]
         harmless.add(spot)
     assert small.read_bytes() == data
     idle = data.index(b'"format":"pt"')  # for other readers; nothing of ours depends on it

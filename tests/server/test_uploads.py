@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.common import Clock
 from support.hostile import bounded
 from support.server_harness import Live, bearer, live, png, scene
 
@@ -30,14 +31,6 @@ KEYS = (
     ApiKey("bob", "bob-key"),
     ApiKey("small", "small-key", files_bytes=600),
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -104,27 +97,6 @@ def test_sent_again_lasts_longer_and_stays_one_file(tmp_path: Path, clock: Clock
     assert put(files) == sent and len(on_disk(tmp_path)) == 1
     clock.now += 90
     assert opened(tmp_path, clock).read("ann", sent) == DATA
-
-
-def test_deleting_removes_it_from_the_disk(tmp_path: Path, clock: Clock) -> None:
-    files = opened(tmp_path, clock)
-    sent = put(files)
-    with pytest.raises(ApiError):
-        files.delete("bob", sent)
-    files.delete("ann", sent)
-    assert on_disk(tmp_path) == []
-    absent(files, sent)
-    absent(opened(tmp_path, clock), sent)
-
-
-def test_quota_and_budget_count_what_was_there_before(tmp_path: Path, clock: Clock) -> None:
-    put(opened(tmp_path, clock), b"x" * 600)
-    files = opened(tmp_path, clock, budget=1000)
-    with pytest.raises(ApiError, match="allowed are 1000"):
-        put(files, b"y" * 500, quota=1000)
-    with pytest.raises(ApiError, match="no room"):
-        put(files, b"y" * 500, who="bob")
-    assert len(on_disk(tmp_path)) == 1
 
 
 def test_two_servers_may_share_a_folder(tmp_path: Path, clock: Clock) -> None:

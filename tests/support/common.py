@@ -24,12 +24,29 @@ def expect(condition: object, promise: str) -> None:
         raise AssertionError(promise)
 
 
+class Clock:
+    """Time as the test says."""
+
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def same_tensors(one: Tensors, two: Tensors) -> bool:
     """Whether names, dtypes and values are equal."""
     return one.keys() == two.keys() and all(
         tensor.dtype == two[name].dtype and torch.equal(tensor, two[name])
         for name, tensor in one.items()
     )
+
+
+def bits(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, list[int]]]:
+    """Names, dtypes, shapes and bytes, which tell even zeros of two signs apart."""
+    return {
+        name: (t.dtype, t.shape, t.contiguous().view(-1).view(torch.uint8).tolist())
+        for name, t in tensors.items()
+    }
 
 
 def in_threads(*work: Callable[[], object]) -> None:

@@ -132,3 +132,9 @@ def towers(vlm: Any) -> tuple[int, int]:
     """How many images were encoded, and how many preprocessed."""
     counts = vlm.stats()["features"]
     return counts["encoded"], counts["preprocessed"]
+
+
+def files(store: Path) -> dict[str, bytes]:
+    """Every package file in a store, byte for byte."""
+    named = (path for path in store.rglob("*.sight") if not path.name.startswith("."))
+    return {path.name: path.read_bytes() for path in named}
