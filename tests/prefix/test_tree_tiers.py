@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.common import Clock
 from support.fake_paths import (
     begun,
     build,
@@ -40,7 +41,6 @@ from support.fake_paths import (
 )
 from support.hostile import bounded
 
-import keepsight as ks
 from keepsight.errors import InputError, PinsFull
 from keepsight.prefix.match import Known
 from keepsight.prefix.node import DEVICE, HOST, Node
@@ -60,15 +60,6 @@ KEYS = {letter: digests.digest("identity", letter.lower()) for letter in "ABC"}
 def _short_runs() -> Iterator[None]:
     with short_stretches():
         yield
-
-
-class Clock:
-    """Time as the test says."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -525,20 +516,6 @@ def test_no_eviction_walks_through_the_tree(monkeypatch: pytest.MonkeyPatch) -> 
 # -- tenants -----------------------------------------------------------------------------------
 
 
-def test_a_tenant_over_its_quota_loses_its_own() -> None:
-    tree = Tree(HUGE, True, quota=1000)
-    tree.root("n", "a"), tree.root("m", "b")
-    Turn(tree, build("11.22.1"), "m").run()
-    theirs = tree.bytes_of("b")
-    for number in range(12):
-        Turn(tree, build([*f"{number:04b}".replace("0", "2"), ".", "1"]), "n").run()
-        tree.check()
-        assert 0 < tree.bytes_of("a") <= 1000 and tree.bytes_of("b") == theirs
-    assert found(tree, build("11.22.1"), "m").logits is not None
-    assert found(tree, build("2122.1"), "n").length == 0 < found(tree, build("1211.1"), "n").length
-    assert tree.bytes_of("nobody") == 0
-
-
 def test_a_namespace_belongs_to_one_tenant() -> None:
     shelf = Shelf()
     tree = Tree(HUGE, False, shelf)  # type: ignore[arg-type]
@@ -564,26 +541,6 @@ def test_a_namespace_belongs_to_one_tenant() -> None:
 
 
 # -- pins, times to live -----------------------------------------------------------------------
-
-
-def test_what_is_pinned_stays_with_all_that_it_stands_on() -> None:
-    tree = Tree(HUGE, True, host_budget=100)
-    whole = build("11.22.1")
-    Turn(tree, whole).run()
-    node = found(tree, build("11.22.2")).node
-    tree.pin(node)
-    tree.pin(node)  # twice is once
-    Turn(tree, build("12.22.1")).run()
-    tree.budget = 0
-    tree.settle()
-    tree.evict(HUGE)
-    assert tree.nbytes == tree.held_bytes() == sum(n.nbytes for n in node.chain()) > 0
-    assert found(tree, build("11.22.2")).tier == "memory"
-    tree.check()
-    tree.pin(node, False)
-    assert tree.nbytes == 0 and not node.holds
-    tree.pin(node, False)
-    tree.check()
 
 
 def test_to_forget_and_to_clear_is_stronger_than_a_pin() -> None:
@@ -641,19 +598,6 @@ def test_what_gets_too_old_while_it_is_held_goes_when_it_is_released() -> None:
     assert turn.step().gone
     turn.end()
     assert tree.nbytes == 0 and not tree.detached
-    tree.check()
-
-
-def test_a_store_knows_how_old_its_entries_are() -> None:
-    clock = Clock()
-    shelf = Shelf("", clock)
-    whole = build("11.22.1")
-    Turn(Tree(HUGE, False, shelf, ttl=10.0, clock=clock), whole).run()  # type: ignore[arg-type]
-    clock.now += 6
-    tree = Tree(HUGE, False, shelf, ttl=10.0, clock=clock)  # type: ignore[arg-type]
-    assert Turn(tree, whole).run().match.tier == "disk"
-    clock.now += 6  # six seconds in this memory, twelve in all
-    assert found(tree, whole).length == 0
     tree.check()
 
 
@@ -779,27 +723,3 @@ def test_what_cannot_be_read_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Shelf, "get", lambda self, kind, key: None)
     assert Turn(tree, whole).run().match.length == 0
     tree.check()
-
-
-# -- with a model ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
-def test_an_answer_from_the_host_tier_is_the_same(demo_parts: Any, name: str) -> None:
-    model, processor = demo_parts[name]
-    with ks.wrap(model, processor) as vlm:
-        tree = vlm.runtime.tree
-        tree.host_budget = HUGE
-        messages = [{"role": "user", "content": "Say something about shapes. " * 5}]
-        wanted = vlm.chat(messages, max_new_tokens=4)
-        demote(tree, tree.nbytes)
-        vlm.runtime.engine.lanes.clear()
-        assert tree.nbytes == 0 < tree.host.nbytes
-        longer = [*messages, {"role": "assistant", "content": "Yes."}, *messages]
-        reply = vlm.chat(longer, max_new_tokens=4)
-        tiers = {s.reason for s in reply.report.segments if s.status == "reused"}
-        assert tiers == {"host"} and reply.usage.cached_tokens > 16
-        vlm.clear()
-        assert vlm.chat(longer, max_new_tokens=4).text == reply.text
-        assert vlm.chat(messages, max_new_tokens=4).text == wanted.text
-        tree.check()
