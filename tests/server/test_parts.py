@@ -486,26 +486,6 @@ def test_caps_on_pixels_name_another_picture() -> None:
     assert gathered({**part, "max_pixels": 200_000})["image"] == data
 
 
-def test_items_of_a_response_come_back_as_messages() -> None:
-    body = {
-        "model": "demo",
-        "instructions": "Be brief.",
-        "input": [
-            {"role": "user", "content": "Look."},
-            {"type": "reasoning", "id": "r", "summary": [], "content": [
-                {"type": "reasoning_text", "text": "hm"}]},
-            {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": [
-                {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
-            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "A ring."},
-        ],
-    }  # fmt: skip
-    messages = as_chat(ResponsesRequest.model_validate(body)).messages
-    assert [m.role for m in messages] == ["system", "user", "assistant", "tool"]
-    assert messages[2].reasoning_content == "hm" and messages[2].tool_calls is not None
-    assert messages[3].tool_call_id == "c"
-
-
 def test_a_thought_that_comes_back_is_never_lost() -> None:
     def thoughts(*items: dict[str, Any]) -> list[tuple[str, str | None]]:
         body = {"model": "demo", "input": list(items)}
