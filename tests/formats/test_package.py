@@ -26,6 +26,8 @@ from keepsight import Together
 from keepsight.errors import (
     DamagedFile,
     InputError,
+    NotKeepsightFile,
+    WrongFormatVersion,
     WrongIdentity,
 )
 from keepsight.formats import package, tensorfile
@@ -172,6 +174,16 @@ def test_tiles_are_rows_too(tmp_path: Path) -> None:
     tiles = torch.zeros(2, 3, 5)
     path = lying(tmp_path / "x", lambda record: record.update(layout=[6], tokens=6), features=tiles)
     assert Package.load(path).tensors["features"].shape == (2, 3, 5)
+
+
+def test_other_kinds_and_versions(tmp_path: Path) -> None:
+    tiny, path = tiny_package(), tmp_path / "x.sight"
+    tensorfile.save(path, "snapshot", FORMAT, tiny.tensors, tiny.record())
+    with pytest.raises(NotKeepsightFile, match="'snapshot' file, expected 'package'"):
+        Package.load(path)
+    tensorfile.save(path, KIND, FORMAT + 1, tiny.tensors, tiny.record())
+    with pytest.raises(WrongFormatVersion, match=f"format {FORMAT + 1}"):
+        Package.load(path)
 
 
 def test_bytes_are_those_of_storages() -> None:
