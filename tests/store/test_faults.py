@@ -6,20 +6,19 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import os
 import queue
 import shutil
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from support.file_systems import allow_writing, mounted
+from support.common import until
+from support.file_systems import mounted
 from support.models import picture
 from support.stores import KEYS
 
@@ -35,11 +34,6 @@ from keepsight.store.index import NAME, Index
 from keepsight.system import private_files
 
 T = TypeVar("T")
-
-
-@pytest.fixture(autouse=True)
-def _loud(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="keepsight")
 
 
 @pytest.fixture
@@ -64,14 +58,6 @@ def held(store: DiskStore) -> set[int]:
     found = {n: store.get("package", key) for n, key in enumerate(KEYS)}
     assert all(it is None or (it[0]["a"] == n).all() for n, it in found.items())
     return {n for n, it in found.items() if it is not None}
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def refusing(error: BaseException) -> Callable[..., Any]:
@@ -164,26 +150,6 @@ def works(store: DiskStore, act: Callable[[DiskStore], object]) -> bool:
     with contextlib.suppress(StoreError):
         return act(store) is not False
     return False
-
-
-def test_a_disk_that_is_read_only_can_be_read(tmp_path: Path, opened: Any) -> None:
-    with mounted(tmp_path / "disk"):
-        store = opened(tmp_path / "disk" / "store")
-        fill(store, 0, 1)
-        store.close()
-        allow_writing(tmp_path / "disk", False)
-        store = opened(tmp_path / "disk" / "store")
-        assert held(store) == {0, 1} and store.check() == []
-        assert store.stats()["entries"] == len(list(store.entries())) == 2
-        for act in (
-            lambda: fill(store, 2),
-            lambda: store.pin("package", KEYS[0]),
-            lambda: store.delete("package", KEYS[0]),
-        ):
-            with pytest.raises(StoreError):
-                act()
-        assert held(store) == {0, 1} and store.stats()["state"] == "read-only"
-        store.close()
 
 
 # -- what a disk says --------------------------------------------------------------------------
@@ -356,17 +322,6 @@ def test_what_waits_for_a_slow_disk_is_bounded_by_the_budgets_of_memory(
         with pytest.raises(NotStored, match="too much waits"):
             vlm.flush()
         assert vlm.stats()["store"]["waiting"] == 0
-
-
-def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
-    demo_parts: dict[str, Any],
-) -> None:
-    with ks.wrap(*demo_parts["demo"]) as vlm:
-        known = set(vlm.runtime.visions)
-        for number in range(5):
-            told = vlm.stats(f"nobody {number}")["features"]
-            assert told["encoded"] == told["packages"] == 0
-        assert set(vlm.runtime.visions) == known
 
 
 # -- a disk that is slow -----------------------------------------------------------------------

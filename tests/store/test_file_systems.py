@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.common import until
 from support.file_systems import allow_writing, fill_up, mounted, unmount
 from support.models import picture
 from support.server_harness import asked, live, scene
@@ -40,14 +41,6 @@ def wanted(demo_parts: dict[str, Any]) -> list[str]:
 
 def answers(vlm: Any) -> list[str]:
     return [vlm.ask(picture(number), TEXT, max_new_tokens=3).text for number in range(4)]
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

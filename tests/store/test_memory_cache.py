@@ -88,20 +88,6 @@ Shelves.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestShelves = Shelves.TestCase
 
 
-def shelf(budget: int, **more: Any) -> MemoryCache[bytes]:
-    return MemoryCache(budget, len, **more)
-
-
-def test_a_tenant_over_its_quota_loses_its_own() -> None:
-    kept = shelf(100, quota=30)
-    kept.put("a", "one", bytes(20))
-    for number in range(5):
-        kept.put("b", str(number), bytes(10))
-    assert kept.has("a", "one") and kept.bytes_of("b") == 30
-    kept.put("b", "too large", bytes(31))
-    assert not kept.has("b", "too large") and kept.bytes_of("b") == 30
-
-
 class OldestMachine(RuleBasedStateMachine):
     """A dictionary in order of use is the model; a thing's size is its value."""
 

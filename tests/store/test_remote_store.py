@@ -21,14 +21,14 @@ import torch
 from support import StoreTests
 from support.models import picture
 from support.remote_lines import Line, TrialFileSystem, read_only, unreachable
+from support.stores import KEYS, put, tensors
 
 import keepsight as ks
 from keepsight.errors import InputError, MissingExtra, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
-from keepsight.store import NOTHING, About, DiskStore, layout, open_store, remote
+from keepsight.store import About, DiskStore, layout, open_store, remote
 from keepsight.store.remote import RemoteStore
 
-KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"
 ANN = layout.tenant_digest("ann")
 
@@ -47,8 +47,7 @@ class TestRemoteStore(StoreTests):
 
 
 @pytest.fixture(autouse=True)
-def _loud(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="keepsight")
+def _a_line_that_works() -> None:
     Line.reset()
 
 
@@ -57,14 +56,6 @@ def store() -> Iterator[RemoteStore]:
     made = RemoteStore(ADDRESS)
     yield made
     made.close()
-
-
-def tensors(number: int = 0, size: int = 100) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((size,), float(number))}
-
-
-def put(store: Any, number: int = 0, about: About = NOTHING, kind: str = "package") -> None:
-    store.put(kind, KEYS[number], tensors(number), {"number": number}, about)
 
 
 def raw(name: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sqlite3
 import subprocess
@@ -22,8 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support import BoundedStoreTests
-from support.hostile import finished, start
-from support.stores import KEYS
+from support.stores import KEYS, tensors
 
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
@@ -49,11 +47,6 @@ class TestDiskStore(BoundedStoreTests):
         return self.made[-1]
 
 
-@pytest.fixture(autouse=True)
-def _loud(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="keepsight")
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
     made = DiskStore(tmp_path / "store")
@@ -66,24 +59,14 @@ def files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*.*") if path.parent.parent.name in KINDS)
 
 
-def tensors(number: int = 0, size: int = 100) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((size,), float(number))}
-
-
 # -- a folder that cannot be used --------------------------------------------------------------
 
 
-@pytest.fixture
-def nowhere(tmp_path: Path) -> Path:
-    """A folder under a regular file: not even root can write there."""
-    (tmp_path / "file").write_text("no folder")
-    return tmp_path / "file" / "store"
-
-
 def test_a_folder_that_is_none_is_given_up_with_one_warning(
-    nowhere: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = DiskStore(nowhere)
+    (tmp_path / "file").write_text("no folder")  # below which not even root can write
+    store = DiskStore(tmp_path / "file" / "store")
     for number, key in enumerate(KEYS):
         store.put("package", key, tensors(number), {})
         store.put_note("alias", key, {})
@@ -103,30 +86,6 @@ def test_a_remote_path_is_refused_by_name() -> None:
 
 
 # -- writes that fail --------------------------------------------------------------------------
-
-
-FULL = """
-import resource, sys, torch
-from keepsight.errors import StoreError
-from keepsight.store import DiskStore
-store = DiskStore(sys.argv[1])
-store.stats()
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-store.put("package", "aa" * 32, {"a": torch.zeros(1000)}, {})
-store.flush()
-store.put("package", "bb" * 32, {"a": torch.zeros(100_000)}, {})
-try:
-    store.flush()
-except StoreError as error:
-    print(error)
-"""
-
-
-def test_flush_never_acknowledges_what_the_disk_refused(tmp_path: Path) -> None:
-    """For real, by a limit on the size of files: the error comes from where bytes are written."""
-    assert "not written" in finished(start(FULL, tmp_path))
-    store = DiskStore(tmp_path)
-    assert [entry.key for entry in store.entries()] == ["aa" * 32] and store.check() == []
 
 
 def test_one_write_that_fails_is_told_once(

@@ -6,7 +6,6 @@ have it; the promises of each alone are tested elsewhere.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ import pytest
 import torch
 from support import StoreTests
 from support.remote_lines import Line, unreachable
+from support.stores import KEYS, put, tensors
 
 from keepsight.errors import InputError, StoreError
 from keepsight.store import NOTHING, About, DiskStore, open_store
 from keepsight.store.remote import RemoteStore
 from keepsight.store.tiers import TieredStore
 
-KEYS = [f"{number:02x}" * 32 for number in range(8)]
 ADDRESS = "trial://shared/store"
 
 
@@ -86,8 +85,7 @@ class TestTieredStore(StoreTests):
 
 
 @pytest.fixture(autouse=True)
-def _loud(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="keepsight")
+def _a_line_that_works() -> None:
     Line.reset()
 
 
@@ -106,14 +104,6 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     Line.fail = staticmethod(lambda asked, path: None)
     Line.delay = staticmethod(lambda asked, path: 0.0)
     made.both.close()
-
-
-def tensors(number: int = 0) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((100,), float(number))}
-
-
-def put(store: Any, number: int, about: About = NOTHING, kind: str = "package") -> None:
-    store.put(kind, KEYS[number], tensors(number), {"number": number}, about)
 
 
 def names(store: Any) -> set[tuple[str, int]]:

@@ -15,11 +15,21 @@ import torch
 from keepsight.core.decoding.state import Tensors
 from keepsight.errors import InputError, NotStored
 from keepsight.kinds import Record
-from keepsight.store import About, Store
+from keepsight.store import NOTHING, About, Store
 from support.common import expect, raised, same_tensors
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 IMAGES = ["image one", "image two"]
+
+
+def tensors(number: int = 0, size: int = 100) -> Tensors:
+    """Tensors that say which entry they are of."""
+    return {"a": torch.full((size,), float(number))}
+
+
+def put(store: Store, number: int = 0, about: About = NOTHING, kind: str = "package") -> None:
+    """Hand over the entry of that number."""
+    store.put(kind, KEYS[number], tensors(number), {"number": number}, about)
 
 
 class StoreTests:
