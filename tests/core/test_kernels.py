@@ -214,18 +214,6 @@ def test_what_computes_something_else_than_the_model_means_rounding(
         assert "something else" in why_rounding(vlm)
 
 
-def test_weights_are_packed_anew_in_another_environment() -> None:
-    """MKL packs otherwise with other threads, and then adds in another order."""
-    packing, layer = Packing(wanted=True), torch.nn.Linear(64, 48)
-    with torch.inference_mode():
-        packing.follow([(layer,)], "with two threads")
-        first = packing.packed[id(layer.weight)]
-        packing.follow([(layer,)], "with two threads")
-        assert packing.packed[id(layer.weight)] is first
-        packing.follow([(layer,)], "with three threads")
-        assert packing.packed[id(layer.weight)] is not first
-
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kernel", kernels_for(torch.float32))
 def test_packed_weights_give_the_layer(kernel: str, biased: bool) -> None:

@@ -187,19 +187,6 @@ def test_what_another_has_come_to_is_taken_over_half_way() -> None:
         assert [r.usage.images_encoded for r in replies] in ([2, 0], [0, 2], [1, 1])
 
 
-def test_tenants_share_nothing() -> None:
-    with served() as together:
-        vlm = together._vlm
-        with vlm.runtime.lock:
-            tickets = [
-                submit(together, [turn("Look.", picture(1))], 2, tenant=t) for t in ("one", "two")
-            ]
-        replies = [ticket.result() for ticket in tickets]
-        assert [r.usage.images_encoded for r in replies] == [1, 1]
-        assert [r.usage.cached_tokens for r in replies] == [0, 0]
-        assert {s.reason for r in replies for s in r.report.segments} == {"new"}
-
-
 # -- who comes next ------------------------------------------------------------------------------
 
 
@@ -243,17 +230,6 @@ def test_short_chats_do_not_wait_for_a_long_prefill() -> None:
     firsts = sorted({name: order.index(name) for name in order}.items(), key=lambda x: x[1])
     assert [name for name, _ in firsts] == ["short 0", "short 1", "short 2", "long"]
     assert order.index("long") > order.index("short 2") + 4, "tokens come between its chunks"
-
-
-def test_a_request_starts_while_others_decode() -> None:
-    with served() as together:
-        first = submit(together, chats()[1], 400, min_new_tokens=400)
-        pieces = iter(first)
-        next(pieces)
-        second = submit(together, chats()[0], 3)
-        assert len(second.result().tokens) == 3
-        assert not first.done.is_set()
-        first.cancel()
 
 
 def test_what_does_not_fit_waits() -> None:

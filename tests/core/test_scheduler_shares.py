@@ -20,7 +20,9 @@ from keepsight.system.accounts import under_salt
 GREEDY = {"do_sample": False}
 
 
-def submit(together: Together, text: str, tenant: str | None, count: int, **options: Any) -> Ticket:
+def submit(
+    together: Together, text: str, tenant: str | None = None, count: int = 1, **options: Any
+) -> Ticket:
     return together.submit(
         [turn(text)], tenant=tenant, max_new_tokens=count, min_new_tokens=count, **GREEDY, **options
     )
@@ -75,23 +77,33 @@ def test_nobody_is_held_back_for_good() -> None:
     assert max(firsts) < len(came) - 20, "the last begins long before the others end"
 
 
-def test_a_small_chat_is_answered_before_the_long_ones_of_another(vlm: Any) -> None:
+@pytest.mark.parametrize(
+    ("greedy", "small"),
+    [
+        ({"tenant": "greedy"}, {"tenant": "small"}),
+        ({"account": "from 192.0.2.1"}, {"account": "from 192.0.2.2"}),
+    ],
+    ids=["tenants", "accounts of one tenant"],
+)
+def test_a_small_chat_is_answered_before_the_long_ones_of_another(
+    vlm: Any, greedy: dict[str, str], small: dict[str, str]
+) -> None:
     """Also where all places are taken: one more of another account may run."""
     with Together(vlm, max_running=3) as together:
-        order: list[str] = []
+        ended: list[Ticket] = []
         begun = threading.Event()
         for n in range(6):
             submit(
                 together,
                 f"Much {n}.",
-                "greedy",
-                200,
-                on_done=lambda ticket: order.append("greedy"),
+                count=200,
+                on_done=ended.append,
                 on_piece=lambda piece: begun.set(),
+                **greedy,
             )
         begun.wait(20)
-        submit(together, "Little.", "small", 4, on_done=lambda t: order.append("small")).result()
-        assert order[0] == "small"
+        submit(together, "Little.", count=4, **small).result()
+        assert not ended
 
 
 def test_a_long_prompt_begins_however_many_short_ones_come() -> None:
@@ -147,25 +159,6 @@ def test_salts_are_no_accounts_of_their_own(vlm: Any) -> None:
                 for tenant in tenants:
                     submit(together, "Much.", tenant, 2)
         assert small.result().tokens
-
-
-def test_one_tenant_may_be_several_accounts(vlm: Any) -> None:
-    with Together(vlm, max_running=2) as together:
-        order: list[str] = []
-        begun = threading.Event()
-        for n in range(4):
-            submit(
-                together,
-                f"Much {n}.",
-                None,
-                200,
-                account="from 192.0.2.1",
-                on_done=lambda ticket: order.append("greedy"),
-                on_piece=lambda piece: begun.set(),
-            )
-        begun.wait(20)
-        submit(together, "Little.", None, 4, account="from 192.0.2.2").result()
-        assert not order
 
 
 def test_the_last_places_are_not_for_who_has_most(vlm: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from support.answers import logits
 from support.models import build, picture, stock_inputs, turn
 
@@ -99,17 +98,6 @@ def test_first_piece_comes_before_the_second_step(demo: Any) -> None:
     assert all(piece.usage is None for piece in pieces[:-1])
 
 
-def test_a_client_that_hangs_up_loses_nothing(demo: Any) -> None:
-    stream = demo.stream([turn(LONG, picture(1))], max_new_tokens=20)
-    next(stream)
-    stream.close()
-    tree = demo.runtime.tree
-    tree.check()
-    assert tree.held_bytes() == 0
-    reply = demo.chat([turn(LONG, picture(1))], max_new_tokens=2)
-    assert reply.usage.cached_tokens == reply.usage.prompt_tokens
-
-
 def test_what_is_forgotten_takes_only_its_own_lanes_along(demo: Any) -> None:
     """A conversation that is deleted leaves others as quick as they were."""
     sessions = [demo.session(), demo.session()]
@@ -132,16 +120,6 @@ def test_a_tower_that_fails_once(dense: Any, monkeypatch: pytest.MonkeyPatch) ->
     dense.runtime.tree.check()
     assert dense.runtime.tree.held_bytes() == 0
     assert dense.chat([turn(LONG, picture(1)), turn("Two.", picture(2))]).text
-
-
-def test_prepare_then_chat_only_decodes(demo: Any) -> None:
-    messages = [turn(LONG, picture(1))]
-    with counted_tokens(demo) as passes:
-        report = demo.prepare(messages)
-        assert report.computed_tokens == report.prompt_tokens
-        passes.clear()
-        reply = demo.chat(messages, max_new_tokens=4)
-    assert set(passes) <= {1} and reply.usage.cached_tokens == reply.usage.prompt_tokens
 
 
 def test_a_first_token_from_memory_is_handed_out_before_the_next_pass(demo: Any) -> None:
@@ -191,11 +169,6 @@ def first_difference(vlm: Any, one: list[Any], other: list[Any]) -> int:
                 code[k] = (-1, span.feature_id, k - span.start)
         codes.append(code)
     return next((i for i in range(n) if codes[0][i] != codes[1][i]), n)
-
-
-def test_reason_new(demo: Any) -> None:
-    report = demo.chat([turn(LONG, picture(1))], max_new_tokens=1).report
-    assert {reason for _, reason in reasons(report)} == {"new"}
 
 
 def test_reason_diverged_in_text_and_in_a_medium(demo: Any) -> None:
@@ -372,8 +345,6 @@ def test_stop_strings_and_lengths(dense: Any) -> None:
 
 def test_unknown_and_impossible_options(dense: Any) -> None:
     messages = [turn("Hello!")]
-    with pytest.raises(UnknownOption, match="max_new_tokens"):
-        dense.chat(messages, max_new_token=3)
     with pytest.raises(UnknownOption, match="vision_budget"):
         ks.wrap(dense.model, dense.processor, vision_buget="1GiB")
     with pytest.raises(UnknownOption, match="image_options has no option 'foo'"):
@@ -383,9 +354,6 @@ def test_unknown_and_impossible_options(dense: Any) -> None:
             call(messages, temperature=0.5)
     with pytest.raises(InputError, match="num_beams"):
         dense.chat(messages, num_beams=4)
-    for tenant in ("", 7, "x" * 2000):
-        with pytest.raises(InputError, match="tenant"):
-            dense.chat(messages, tenant=tenant)
     wrong: dict[str, Any] = {"max_new_tokens": 0, "eos_token_id": "x", "stop": 3}
     wrong |= {"generation_config": {"max_new_tokens": 3}, "template_kwargs": 3}
     wrong |= {"logits_processor": 5, "watermarking_config": {"x": 1}}
@@ -430,23 +398,6 @@ def test_tensor_paths_of_one_image_agree(dense: Any) -> None:
     out = dense.generate(**{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True)
     assert out.usage.cached_tokens == out.usage.prompt_tokens
     assert np.array_equal(out.sequences[0, :-1], inputs["input_ids"][0])
-
-
-def test_a_stop_string_that_upstream_misses_ends_the_answer(
-    dense: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Upstream's criterion does not see some strings that end inside a token."""
-    messages = [turn("Describe the picture.", picture(2))]
-    whole = dense.chat(messages, max_new_tokens=16)
-    word = whole.text.split()[1]
-    monkeypatch.setattr(
-        transformers.StopStringCriteria,
-        "__call__",
-        lambda self, ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool),
-    )
-    reply = dense.chat(messages, max_new_tokens=16, stop=[word])
-    assert reply.text == whole.text[: whole.text.index(word)]
-    assert reply.finish_reason == "stop" and len(reply.tokens) < len(whole.tokens)
 
 
 def test_a_warm_turn_does_not_walk_over_the_model(
