@@ -7,10 +7,7 @@ heavy, and that a store outlives the process that filled it.
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -485,31 +482,6 @@ def test_a_hub_that_answers_with_an_error_is_not_asked_again(
             reachable.check_hub("somebody/some-model", "other")
         there.shutdown()
     assert len(asked) == 1
-
-
-def test_json_is_printed_on_a_terminal_only_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = verify.Certificate([verify.Check("one", True, 0.0, "")], "float32: none")
-    monkeypatch.setattr(verify, "certify", lambda *_: found)
-
-    def shown(*words: str) -> str:
-        reading, writing = pty.openpty()
-        with os.fdopen(writing, "w") as terminal, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdout", terminal)
-            app(["verify", "demo", *words], standalone_mode=False)
-            terminal.flush()
-            text = b""
-            while select.select([reading], [], [], 0.2)[0]:
-                text += os.read(reading, 4096)
-        os.close(reading)
-        return text.decode()
-
-    plain, asked = shown(), shown("--json")
-    assert "holds" in plain
-    assert '"ok"' not in plain
-    assert "holds" not in asked
-    assert json.loads(asked)["ok"]
 
 
 def test_a_shell_completes_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
