@@ -94,18 +94,13 @@ def crash(photos: Path, store: Path, whole: dict[str, bytes], kills: int, seed: 
         assert {r.status for r in encode([photos / "p*.png"], vlm)} == {"kept"}
 
 
-def test_a_run_killed_twice_is_as_one_that_was_not(
-    photos: Path, whole: dict[str, bytes], tmp_path: Path
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(1, 2), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in range(4))]
+)
+def test_a_run_that_is_killed_is_as_one_that_was_not(
+    photos: Path, whole: dict[str, bytes], tmp_path: Path, seed: int, kills: int
 ) -> None:
-    crash(photos, tmp_path, whole, kills=2, seed=1)
-
-
-@pytest.mark.slow
-def test_a_run_killed_many_times_is_as_one_that_was_not(
-    photos: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    for seed in range(4):
-        crash(photos, tmp_path / str(seed), whole, kills=8, seed=seed)
+    crash(photos, tmp_path, whole, kills, seed)
 
 
 def test_two_machines_may_do_the_same_work_at_once(

@@ -364,14 +364,6 @@ def test_known_among_pictures_of_one_size() -> None:
         assert tree.known("n", other).until == 6
 
 
-def test_made_elsewhere_is_told_from_another_picture() -> None:
-    tree = Tree(1 << 30, has_fixed=False)
-    prefill(tree, build("11A2.1"))
-    assert tree.known("n", build("11a2.1")) == Known(2, True, elsewhere=True)
-    assert tree.known("n", build("11B2.1")) == Known(2, True, elsewhere=False)
-    assert tree.known("n", build("1121.1")) == Known(2, True, elsewhere=False)
-
-
 def test_what_other_namespaces_know() -> None:
     tree = Tree(1 << 30, has_fixed=False)
     for space, letters in (("n", "11.1"), ("m", "11.22.1")):

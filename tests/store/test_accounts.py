@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -195,40 +190,3 @@ class Accounts(RuleBasedStateMachine):
 
 test_quotas_hold_at_random = pytest.mark.filterwarnings("ignore")(Accounts.TestCase)
 Accounts.TestCase.settings = bounded(8, stateful_step_count=20)
-
-
-# -- killed --------------------------------------------------------------------------------------
-
-_WRITER = """
-import os
-import sys
-from test_accounts import QUOTA, put, salts
-from keepsight.store import DiskStore
-store = DiskStore(sys.argv[1], quota=QUOTA)
-print("ready", flush=True)
-for number in range(10_000):
-    for name in salts("ann"):
-        put(store, name, number)
-    store.flush()
-"""
-
-
-def test_a_kill_at_any_time_leaves_salts_that_count_together(
-    tmp_path: Path, opened: Opened
-) -> None:
-    for seed in range(2):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-        )
-        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            writer.wait(random.Random(seed).uniform(0.02, 0.4))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate(timeout=30)
-    store = opened(tmp_path)
-    put(store, salts("ann")[0], -1)
-    store.flush()
-    assert 0 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check(repair=True) is not None
-    assert store.check() == []
