@@ -88,14 +88,20 @@ def test_exactly_the_uncached_tokens_pass_through(demo_parts: Any) -> None:
 
 
 def test_first_piece_comes_before_the_second_step(demo: Any) -> None:
-    stream = demo.stream([turn("Describe it.", picture(1))], max_new_tokens=8)
-    first = next(stream)
-    assert first.token is not None and demo.stats()["engine"]["decode_steps"] == 0
-    next(stream)
-    assert demo.stats()["engine"]["decode_steps"] == 1
-    pieces = list(stream)
-    assert pieces[-1].usage is not None and pieces[-1].report is not None
-    assert all(piece.usage is None for piece in pieces[:-1])
+    """Also where it is remembered with the whole prompt."""
+    messages, tokens = [turn("Describe it.", picture(1))], []
+    for _ in range(2):
+        steps = demo.stats()["engine"]["decode_steps"]
+        stream = demo.stream(messages, max_new_tokens=8, do_sample=False)
+        pieces = [next(stream)]
+        assert pieces[0].token is not None and demo.stats()["engine"]["decode_steps"] == steps
+        pieces.append(next(stream))
+        assert demo.stats()["engine"]["decode_steps"] == steps + 1
+        pieces += stream
+        assert pieces[-1].usage is not None and pieces[-1].report is not None
+        assert all(piece.usage is None for piece in pieces[:-1])
+        tokens.append([piece.token for piece in pieces[:-1]])
+    assert tokens[0] == tokens[1]
 
 
 def test_what_is_forgotten_takes_only_its_own_lanes_along(demo: Any) -> None:
@@ -120,17 +126,6 @@ def test_a_tower_that_fails_once(dense: Any, monkeypatch: pytest.MonkeyPatch) ->
     dense.runtime.tree.check()
     assert dense.runtime.tree.held_bytes() == 0
     assert dense.chat([turn(LONG, picture(1)), turn("Two.", picture(2))]).text
-
-
-def test_a_first_token_from_memory_is_handed_out_before_the_next_pass(demo: Any) -> None:
-    messages = [turn("What color is the shape in the picture?", picture(8))]
-    wanted = demo.chat(messages, max_new_tokens=4, do_sample=False)
-    steps = demo.stats()["engine"]["decode_steps"]
-    pieces = demo.stream(messages, max_new_tokens=4, do_sample=False)
-    first = next(pieces)
-    assert demo.stats()["engine"]["decode_steps"] == steps
-    rest = [piece.token for piece in pieces if piece.token is not None]
-    assert [first.token, *rest] == wanted.tokens
 
 
 def test_a_prompt_with_one_token_behind_a_turn_is_answered_whole(demo: Any) -> None:
