@@ -192,17 +192,6 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
             assert script.tickets[0].done.wait(60) and script.tickets[0].cancelled
 
 
-def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
-    more = {"stream": True, "n": 4, "logit_bias": {"2": -100}, "max_tokens": 64}
-    body = {"messages": asked(scene(1)), **more}
-    connection = server.sending("/v1/chat/completions", body)
-    assert b"200" in connection.recv(100)
-    connection.close()
-    until(lambda: server.service.together.stats()["in_flight"] == 0)
-    assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
-    assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
-
-
 def test_a_full_queue_says_when_to_come_again(vlm: Any) -> None:
     with live(vlm, Scripted(busy=True)) as server:
         answer = server.chat(user("x"))

@@ -21,7 +21,6 @@ from keepsight.server.streaming import Delta, EventStream
 def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
     with live(demo) as server:
         text = "One more line of a long text. " * 200
-        before = demo.stats()["engine"]["prefill_tokens"]
         connection = server.sending("/v1/prepare", {"messages": asked(scene(1), text=text)})
         together = server.service.together
         until(lambda: together.stats()["in_flight"])
@@ -29,7 +28,6 @@ def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
         until(lambda: not together.stats()["in_flight"])
         stats = together.stats()
         assert stats["finished"] + stats["cancelled"] == 1
-        assert demo.stats()["engine"]["prefill_tokens"] >= before
         told = server.call("/v1/prepare", {"model": "demo", "messages": asked(scene(1), text=text)})
         assert told[0] == 200 and demo.stats()["prefix"]["held_bytes"] == 0
 
