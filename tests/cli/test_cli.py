@@ -7,6 +7,7 @@ heavy, and that a store outlives the process that filled it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
