@@ -532,5 +532,6 @@ def test_a_forked_child_is_refused_the_model_and_has_the_store(tmp_path: Path) -
     done = script(_FORKS, tmp_path)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert told == ["Forked", None, True, True, "Closed", [], False, "Forked", True], done.stderr
+    named = ["Forked", None, True, True, "Closed", [], "StoreError", "Forked", True]
+    assert told == named, done.stderr
     assert open_store(tmp_path).check() == []
