@@ -7,7 +7,6 @@ Every option of `GenerationConfig` is used or refused by name. Options that need
 from __future__ import annotations
 
 import functools
-from collections import deque
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -56,6 +55,7 @@ _OURS = (
     "response_format",
 )
 _ALIASES = {"max_tokens": "max_new_tokens"}
+_STEPS = 4  # whose random numbers are kept for rows that are behind
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_GENERATE_TOKENS = 20  # default of Transformers' `generate`
 
@@ -69,20 +69,34 @@ class Draws:
 
     def __init__(self, rows: int, generator: torch.Generator | None = None) -> None:
         self._rows, self._generator = rows, generator
-        self._left = {row: deque[torch.Tensor]() for row in range(rows)}
+        self._steps = [0] * rows  # how many each has taken
+        self._states: list[torch.Tensor] = []  # of the generator, before each step of several rows
+        self._noise: dict[int, torch.Tensor] = {}  # of a few steps
 
     def pick(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """The next token of a row, by the arithmetic of `torch.multinomial`."""
-        if not self._left[row]:
-            noise = probabilities.new_empty(self._rows, probabilities.shape[-1])
-            noise.exponential_(generator=self._generator)
-            for each, left in self._left.items():
-                left.append(noise[each])
-        return (probabilities / self._left[row].popleft()).argmax(-1, keepdim=True)
+        step, self._steps[row] = self._steps[row], self._steps[row] + 1
+        if step not in self._noise:
+            self._noise[step] = self._drawn(step, probabilities)
+            while len(self._noise) > _STEPS:
+                self._noise.pop(next(iter(self._noise)))
+        return (probabilities / self._noise[step][row]).argmax(-1, keepdim=True)
 
-    def end(self, row: int) -> None:
-        """Keep nothing more for a row."""
-        self._left.pop(row, None)
+    def _drawn(self, step: int, like: torch.Tensor) -> torch.Tensor:
+        noise, generator = like.new_empty(self._rows, like.shape[-1]), self._generator
+        if step < len(self._states):  # for a row that comes late
+            generator = torch.Generator(like.device).set_state(self._states[step])
+        elif self._rows > 1:
+            self._states.append(_random_state(like.device))
+        return noise.exponential_(generator=generator)
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """The state of a device's own generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 @dataclass
@@ -149,8 +163,6 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.take(int(token))
         self.over = self._ends() or self.count >= self.max_new_tokens
-        if self.over:
-            self.draws.end(self.row)
         return int(token)
 
     def _ends(self) -> bool:
