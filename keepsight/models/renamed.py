@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from transformers import Cache
@@ -40,14 +39,12 @@ class EncoderOutput(SimpleNamespace):
     """Features in the form of a tower's output, as Transformers reads them: by attribute, and by
     name where it prefills in chunks."""
 
-    deepstack_features: Sequence[Any] = ()  # of towers without such levels
-
     def __getitem__(self, name: str) -> object:
         return vars(self)[name]
 
     def get(self, name: str) -> object:
-        """What was set under a name."""
-        return vars(self).get(name)
+        """What was set under a name; None for levels of a tower that has none."""
+        return vars(self).get(name) or None
 
     def to_tuple(self) -> tuple[object, ...]:
         """What is there, in the order in which it was set."""

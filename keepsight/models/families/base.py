@@ -357,8 +357,8 @@ class Family:
 
         features, packed = rows("features"), parts[0][0].container == "tensor"
         output = EncoderOutput(pooler_output=torch.cat(features)[None] if packed else features)
-        if levels := sum(name.startswith("deepstack.") for name in parts[0][0].tensors):
-            output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
+        levels = sum(name.startswith("deepstack.") for name in parts[0][0].tensors)
+        output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
         return {"image": output}
 
     # -- further inputs of a prompt --------------------------------------------------------------
