@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import keepsight as ks
-from keepsight.core.decoding.sampling import Draws
+from keepsight.core.decoding import sampling as decoding
 from keepsight.errors import InputError, ModelError, TowerRan, UnsupportedInput
 
 KINDS = ("qwen3_vl", "qwen2_vl", "gemma3", "llava")
@@ -281,13 +281,18 @@ def test_samples_are_those_of_stock_cold_and_warm(parts: tuple[Any, Any]) -> Non
                 assert torch.equal(then, after)  # stock's own next random number
 
 
-def test_rows_that_come_late_draw_what_they_would_have_drawn() -> None:
+@pytest.mark.parametrize("kept", [1, 1 << 27])
+def test_rows_that_come_late_draw_what_they_would_have_drawn(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Also where nothing could be kept for them."""
+    monkeypatch.setattr(decoding, "_KEPT", kept)
     likely = torch.softmax(torch.randn(12, 3, 700), -1)  # of each step and row
     torch.manual_seed(5)
     wanted = [torch.multinomial(rows, 1)[:, 0].tolist() for rows in likely]
     for order in ("rows", "steps"):
         torch.manual_seed(5)
-        draws, found = Draws(3), [[0] * 3 for _ in likely]
+        draws, found = decoding.Draws(3), [[0] * 3 for _ in likely]
         every = [(step, row) for step in range(12) for row in range(3)]
         for step, row in every if order == "steps" else sorted(every, key=lambda at: at[1]):
             found[step][row] = int(draws.pick(row, likely[step][row : row + 1]))

@@ -55,7 +55,7 @@ _OURS = (
     "response_format",
 )
 _ALIASES = {"max_tokens": "max_new_tokens"}
-_STEPS = 4  # whose random numbers are kept for rows that are behind
+_KEPT = 1 << 27  # bytes of random numbers that are kept for rows that are behind
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_GENERATE_TOKENS = 20  # default of Transformers' `generate`
 
@@ -71,14 +71,14 @@ class Draws:
         self._rows, self._generator = rows, generator
         self._steps = [0] * rows  # how many each has taken
         self._states: list[torch.Tensor] = []  # of the generator, before each step of several rows
-        self._noise: dict[int, torch.Tensor] = {}  # of a few steps
+        self._noise: dict[int, torch.Tensor] = {}  # of the last steps drawn
 
     def pick(self, row: int, probabilities: torch.Tensor) -> torch.Tensor:
         """The next token of a row, by the arithmetic of `torch.multinomial`."""
         step, self._steps[row] = self._steps[row], self._steps[row] + 1
         if step not in self._noise:
-            self._noise[step] = self._drawn(step, probabilities)
-            while len(self._noise) > _STEPS:
+            noise = self._noise[step] = self._drawn(step, probabilities)
+            while len(self._noise) > max(1, _KEPT // noise.nbytes):
                 self._noise.pop(next(iter(self._noise)))
         return (probabilities / self._noise[step][row]).argmax(-1, keepdim=True)
 
