@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from support.common import until
-from support.file_systems import mounted
+from support.file_systems import allow_writing, mounted
 from support.models import picture
 from support.stores import KEYS
 
@@ -441,6 +441,26 @@ def test_a_folder_that_comes_back_is_used_again(tmp_path: Path, opened: Any, hur
     assert held(store) == {0, 1} and store.stats()["entries"] == 2
     fill(store, 2, 3)
     assert held(store) == {0, 1, 2, 3} and store.check() == []
+
+
+def test_a_disk_that_is_read_only_can_be_read(tmp_path: Path, opened: Any) -> None:
+    with mounted(tmp_path / "disk"):
+        store = opened(tmp_path / "disk" / "store")
+        fill(store, 0, 1)
+        store.close()
+        allow_writing(tmp_path / "disk", False)
+        store = opened(tmp_path / "disk" / "store")
+        assert held(store) == {0, 1} and store.check() == []
+        assert store.stats()["entries"] == len(list(store.entries())) == 2
+        for act in (
+            lambda: fill(store, 2),
+            lambda: store.pin("package", KEYS[0]),
+            lambda: store.delete("package", KEYS[0]),
+        ):
+            with pytest.raises(StoreError):
+                act()
+        assert held(store) == {0, 1} and store.stats()["state"] == "read-only"
+        store.close()
 
 
 def test_nothing_is_written_where_a_disk_was_mounted(
