@@ -1,13 +1,11 @@
 """Set-up shared by all tests: torchvision made importable, quiet stores, the demo models.
 
-The only torchvision that installs beside a CPU torch is built for CUDA; it imports once two of its
-operators are declared. Keepsight itself never needs it, but stock Qwen processors and all video
-processors do, and tests compare with those.
+Keepsight itself never needs torchvision, but stock Qwen processors and all video processors do, and
+tests compare with those.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
@@ -19,21 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision_operators  # noqa: F401  (declares them)
 from support.intel_avx2 import skip_what_asks_for_more
 from support.since_5_24 import skip_what_5_24_cannot
 from support.slow_tests import mark_repetitions_slow
 
 from keepsight.store import DiskStore
 
-
-def _declare_torchvision_operators() -> None:
-    boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-    for name in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # a torchvision that brings its own
-            torch.library.define(f"torchvision::{name}", boxes)
-
-
-_declare_torchvision_operators()
+os.environ.pop("PYTHONUNBUFFERED", None)  # processes that tests start write as a user's do
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

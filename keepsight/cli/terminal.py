@@ -58,7 +58,18 @@ class ErrorsByName(TyperGroup):
                 raise
             line = re.sub(r"\s*\n\s*", " ", plain(told).strip())
             typer.echo(f"error: {line}", err=True)
+            _drop_unwritten()
             sys.exit(2)
+
+
+def _drop_unwritten() -> None:
+    """What a full disk did not take of the output is not tried again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _told(error: Exception) -> str | None:

@@ -507,7 +507,7 @@ for child in (answers, vlm.close, stored, loaded, scheduled):
 stop.set()
 thread.join()
 vlm.flush()
-print(json.dumps(vlm.runtime.store.check()))
+print(json.dumps(vlm.runtime.store.check()), flush=True)
 
 forks.PATIENCE = 0.1
 has, go_on = threading.Event(), threading.Event()

@@ -12,10 +12,7 @@ import pytest
 TORCHVISION = Path(sys.prefix) / "torchvision"  # where the Makefile puts it, out of everyone's way
 TESTS = Path(__file__).parents[1]
 RUN = """
-import sys, pytest, torch
-boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-for name in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{name}", boxes)
+import sys, pytest, torchvision_operators
 sys.path.insert(0, sys.argv[1])
 sys.exit(pytest.main(["-p", "no:cacheprovider", "-m", *sys.argv[2:]]))
 """

@@ -152,7 +152,7 @@ def _can_be_computed(data: MultiModalKwargsItem | None) -> bool:
 
 
 def _device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
