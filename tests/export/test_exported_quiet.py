@@ -20,6 +20,7 @@ for runtime in ("onnxruntime", "openvino"):  # not imported here: they would beg
 _SAID = ("CI", "TF_BUILD", "GITHUB_ACTIONS", "JENKINS_URL", "ORT_DISABLE_TELEMETRY")
 _WATCHED = """
 import json, os, sys, time
+import torch  # one for CUDA looks for its libraries with processes
 seen = []
 def watch(event, arguments):
     if event in ("os.fork", "socket.connect", "socket.getaddrinfo", "subprocess.Popen"):
