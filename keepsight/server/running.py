@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import h11
 import uvicorn
 from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -36,7 +37,7 @@ _POLL = 0.05
 _SWEEP = 30.0  # seconds
 _LAST_WORDS = 2.0  # seconds to tell clients that the drain time is over
 _TURN = 0.0005  # seconds a thread holds the GIL; the model's thread always asks for it
-_HEADERS = 64 << 10  # bytes of a request's head
+_HEAD = 16 << 10  # bytes of a request before its body
 
 
 def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
@@ -136,6 +137,14 @@ class Connection(H11Protocol):
         self._watch.cancel()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Hand a head over in parts: one that comes whole is parsed, however long it is."""
+        while len(data) > _HEAD and self.conn.their_state is h11.IDLE:
+            super().data_received(data[:_HEAD])
+            data = data[_HEAD:]
+        if not self.transport.is_closing():
+            super().data_received(data)
+
     def _look(self) -> None:
         """Close if no request began since the last check and none is being answered."""
         busy = self.cycle is not None and not self.cycle.response_complete
@@ -162,7 +171,7 @@ def make_server(service: Service) -> Server:
         forwarded_allow_ips=list(config.trusted_proxy),
         timeout_keep_alive=int(config.idle_timeout) or 1,
         timeout_graceful_shutdown=1,
-        h11_max_incomplete_event_size=_HEADERS,
+        h11_max_incomplete_event_size=_HEAD,
         limit_concurrency=config.max_connections + 1,
         backlog=2048,
     )
