@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.hub_cache import NAME, cached, run_offline
@@ -52,16 +51,38 @@ def test_weights_are_packed_and_hashed_once_per_commit(tmp_path: Path) -> None:
     assert edited[0] not in (first[0], later[0])
 
 
+_COMMANDS = """
+import contextlib, io, json, sys
+from keepsight.cli.app import main
+
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["keepsight", *words]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
 def test_a_hub_id_is_a_model_as_the_first_word(tmp_path: Path) -> None:
     cached(tmp_path, "a" * 40)
     picture, store = str(tmp_path / "picture.png"), str(tmp_path / "store")
     Image.new("RGB", (64, 64), "red").save(picture)
-    command = ("-m", "keepsight")
-    assert run_offline(tmp_path, *command, "ask", NAME, picture, "What is it?").strip()
-    assert run_offline(tmp_path, *command, "ask", NAME, "-p", "Hello", "--max-tokens", "2")
-    assert "1" in run_offline(tmp_path, *command, "encode", NAME, picture, "--to", store)
-    for words in (["ask", "no/such.png", "What is it?"], ["ask", "-m", NAME, "no/such", "What?"]):
-        with pytest.raises(AssertionError, match="No such file"):
-            run_offline(tmp_path, *command, *words)
-    with pytest.raises(AssertionError, match="'no/such' is not in the cache of the Hub"):
-        run_offline(tmp_path, *command, "ask", "no/such", "What is it?")
+    commands = [
+        ["ask", NAME, picture, "What is it?"],
+        ["ask", NAME, "-p", "Hello", "--max-tokens", "2"],
+        ["encode", NAME, picture, "--to", store],
+        ["ask", "no/such.png", "What is it?"],
+        ["ask", "-m", NAME, "no/such", "What?"],
+        ["ask", "no/such", "What is it?"],
+    ]
+    lines = run_offline(tmp_path, "-c", _COMMANDS, json.dumps(commands)).splitlines()
+    asked, spoken, encoded, *refused = [json.loads(line) for line in lines]
+    assert asked[0] == spoken[0] == encoded[0] == 0
+    assert asked[1].strip() and spoken[1] and "1" in encoded[1]
+    assert [code for code, _, _ in refused] == [2, 2, 2]
+    assert all("No such file" in err for _, _, err in refused[:2])
+    assert "'no/such' is not in the cache of the Hub" in refused[2][2]
