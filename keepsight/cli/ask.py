@@ -141,7 +141,9 @@ def _answer_batch(
         tell(f"{len(done)} of {len(questions)} are answered already")
     count = failed = 0
     err = console(stderr=True)
-    with out.open("a", encoding="utf-8") as file, model.load() as vlm:
+    # Half of a surrogate pair in a question is written as JSON spells it.
+    opened = out.open("a", encoding="utf-8", errors="backslashreplace")
+    with opened as file, model.load() as vlm:
         answers = _answers(vlm, left, options)
         quiet = not err.is_terminal
         for one, made in track(answers, "answering", len(left), console=err, disable=quiet):

@@ -109,6 +109,15 @@ def test_a_line_ends_at_a_line_feed_alone(folder: Path) -> None:
     assert [last_json(run(*words).stdout)["answered"] for _ in range(2)] == [1, 0]
 
 
+def test_a_question_that_is_no_unicode_fails_alone(folder: Path) -> None:
+    write("in.jsonl", '{"question": "\\ud800?"}\n{"question": "B?"}\n')
+    words = ("ask", "demo", "--batch", "in.jsonl", "--out", "out.jsonl", "--max-tokens", "2")
+    for answered in (1, 0):  # read again, it is the same question
+        assert f"{answered} answered, 1 failed" in run(*words, code=1).stdout
+    found = {one["id"]: one for one in lines("out.jsonl")}
+    assert found[1]["question"] == "\ud800?" and "no Unicode" in found[1]["error"]
+
+
 def test_a_line_that_fails_is_written_and_asked_again(folder: Path) -> None:
     write("in.jsonl", '{"question": "A?", "image": "bad.png"}\n{"question": "B?"}\n')
     words = ("ask", "demo", "--batch", "in.jsonl", "--out", "out.jsonl", "--max-tokens", "2")
