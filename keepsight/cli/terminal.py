@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,19 +57,21 @@ class ErrorsByName(TyperGroup):
             if told is None:
                 raise
             line = re.sub(r"\s*\n\s*", " ", plain(told).strip())
-            typer.echo(f"error: {line}", err=True)
+            with suppress(OSError):  # a full disk, or nobody reads
+                typer.echo(f"error: {line}", err=True)
             _drop_unwritten()
             sys.exit(2)
 
 
 def _drop_unwritten() -> None:
     """What a full disk did not take of the output is not tried again when Python ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def _told(error: Exception) -> str | None:

@@ -114,6 +114,16 @@ def test_help_that_a_full_disk_refuses_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device here")
+def test_an_error_that_nobody_can_read_has_its_exit_code() -> None:
+    buffered = {name: of for name, of in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for words in (["show", "nothing.sight"], ["nothing"]):
+        command = [sys.executable, "-m", "keepsight", *words]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=full, env=buffered, check=False)
+        assert done.returncode == 2
+
+
 def test_a_closed_stream_is_like_an_empty_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
