@@ -7,6 +7,7 @@ code 1 means that the command ran and a check failed.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -44,10 +45,14 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The `keepsight` command. A closed stream is like an empty one."""
+    """The `keepsight` command. A closed stream is like an empty one, and what an encoding lacks is
+    escaped, as Python does on standard error."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
     app(prog_name="keepsight")
 
 

@@ -6,6 +6,7 @@ heavy, and that a store outlives the process that filled it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -122,6 +123,20 @@ def test_an_error_that_nobody_can_read_has_its_exit_code() -> None:
         with open("/dev/full", "w") as full:
             done = subprocess.run(command, stdout=full, stderr=full, env=buffered, check=False)
         assert done.returncode == 2
+
+
+def test_streams_take_what_their_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.BytesIO()
+    stdin = io.TextIOWrapper(io.BytesIO("/n\u00f6pe\n".encode("latin-1")), encoding="ascii")
+    stdout = io.TextIOWrapper(said, encoding="ascii", errors="strict", write_through=True)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", ["keepsight", "chat", "demo"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    first, error = said.getvalue().decode("ascii").splitlines()
+    assert first == "> /n\\ufffdpe" and error.startswith("error: no command /n\\ufffdpe;")
 
 
 def test_a_closed_stream_is_like_an_empty_one(
