@@ -76,6 +76,8 @@ def _drop_unwritten() -> None:
 
 def _told(error: Exception) -> str | None:
     """An error in words; None if only a traceback tells it."""
+    if isinstance(error, FileNotFoundError) and error.errno and error.filename is None:
+        return "the folder that this command was started in is gone; change to another"
     if isinstance(error, OSError) and not isinstance(error, KeepsightError):
         name = "" if error.filename is None else f"{str(error.filename)[:_LONGEST]}: "
         return f"{name}{error.strerror or error}"

@@ -125,6 +125,21 @@ def test_an_error_that_nobody_can_read_has_its_exit_code() -> None:
         assert done.returncode == 2
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there, such a folder cannot be removed")
+def test_a_removed_folder_to_run_in_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = (
+        "import os, sys\n"
+        "from keepsight.cli.app import main\n"
+        f"os.rmdir({str(gone)!r})\n"
+        "sys.argv = ['keepsight', 'families']\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=gone, capture_output=True, text=True)
+    assert done.returncode == 2 and "started in is gone; change to another" in done.stderr
+
+
 def test_streams_take_what_their_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.BytesIO()
     stdin = io.TextIOWrapper(io.BytesIO("/n\u00f6pe\n".encode("latin-1")), encoding="ascii")
