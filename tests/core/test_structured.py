@@ -406,6 +406,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "bad expression": ({"regex": "(a"}, "unclosed group"),
     "no expression": ({"regex": ""}, "regular expression"),
     "no choice": ({"choice": []}, "at least one"),
+    "two forms": ({"choice": ["a"], "regex": "b"}, "'regex' is no word of a JSON schema"),
+    "choices by another name": ({"choices": ["a"]}, "'choices' is no word of a JSON schema"),
     "an empty choice": ({"choice": ["a", ""]}, "not empty"),
     "a choice that is no text": ({"choice": [1]}, "text"),
     "bad grammar": ({"grammar": "start: x"}, "x"),

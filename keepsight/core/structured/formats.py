@@ -19,6 +19,7 @@ LARGEST = 1 << 18  # characters of a schema, an expression or a grammar
 DEEPEST = 64  # records and lists within each other
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 _TEXT = "text"
+_NOT_OF_A_SCHEMA = ("json", "json_object", "regex", "choice", "choices", "grammar", "lark")
 # One style, that of Python's `json.dumps`: what lies between values is forced and costs no step.
 STYLE = {
     "whitespace_flexible": False,
@@ -84,6 +85,12 @@ def wanted(given: object, place: str = "response_format") -> Format | None:
         return of_choices(_one_of(record, ("choice", "choices"), place), place)
     if kind == "grammar":
         return of_grammar(_one_of(record, ("grammar", "lark"), place), place)
+    if kind is None and (mixed := [name for name in _NOT_OF_A_SCHEMA if name in record]):
+        raise GrammarError(
+            place,
+            f"{mixed[0]!r} is no word of a JSON schema; give one form alone, as in "
+            "{'choice': [...]}, {'regex': ...} or {'grammar': ...}",
+        )
     return of_schema(record, place)
 
 
