@@ -54,6 +54,9 @@ class Encoder:
     ) -> None:
         if not os.fspath(store):
             raise InputError("store='' is no place for packages; name a folder or an address")
+        for name, count in (("threads", threads), ("torch_threads", torch_threads)):
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise InputError(f"{name}={count!r}; expected a number of threads: 1 or more")
         self._model, self._options = os.fspath(model), {"store": os.fspath(store), **options}
         self._column, self._prefix, self._threads = column, prefix, threads
         self._making = Making(tenant_name(tenant), codec, max_tokens, batch)

@@ -76,9 +76,9 @@ class Vision:
 
     def batched(self, count: int) -> Vision:
         """The same encoder, with so many pictures in a pass."""
-        if count < 1:
+        if not isinstance(count, int) or count < 1:
             raise InputError(
-                f"batch={count}; expected pictures in a pass of the vision encoder: 1 or more"
+                f"batch={count!r}; expected pictures in a pass of the vision encoder: 1 or more"
             )
         if count == 1:
             return self

@@ -22,6 +22,10 @@ _DIALECTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "audio": (("audio", "audio_url", "input_audio"), ("audio", "audio_url", "input_audio")),
     "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
 }
+NO_MESSAGES = (
+    "expected a list of messages like "
+    "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
+)
 _NAMED = 3  # places in one note
 _SECRET = re.compile(r"(?<=://)[^/@]*@|\?.*")  # of an address: a user with a password, the query
 _ANY = ("url", "path")  # fields that do not tell their modality; without a type, an image
@@ -41,10 +45,7 @@ def parse_messages(messages: object) -> tuple[list[Message], list[tuple[str, obj
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list | tuple) or not messages:
-        raise MessagesError(
-            "expected a list of messages like "
-            "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
-        )
+        raise MessagesError(NO_MESSAGES)
     clean: list[Message] = []
     media: list[tuple[str, object]] = []
     for i, message in enumerate(messages):

@@ -21,12 +21,12 @@ from keepsight.core.answer import answer, asked, read
 from keepsight.core.call import Call
 from keepsight.core.runtime import Runtime
 from keepsight.core.signatures import shows
-from keepsight.errors import InputError, UnsupportedInput
+from keepsight.errors import InputError, MessagesError, UnsupportedInput
 from keepsight.kinds import Asking, Message, Options
 from keepsight.media.medium import Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prompt.messages import kept_notes
+from keepsight.prompt.messages import NO_MESSAGES, kept_notes
 from keepsight.prompt.question import user_turn
 from keepsight.report import Piece, Reply, Report
 from keepsight.session.session import Session
@@ -84,6 +84,8 @@ class Prefix:
         call = self._call_of(options)
         self._require_open()
         more = [messages] if isinstance(messages, dict) else messages
+        if not isinstance(more, list | tuple):
+            raise MessagesError(NO_MESSAGES)
         whole = [*self._history.messages, *more]
         return self._noted(answer(self._runtime, whole, call))
 

@@ -195,8 +195,8 @@ class Session:
         spots = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         try:
             return spots[turn]
-        except IndexError:
-            raise InputError(f"there is no user turn {turn}; there are {len(spots)}") from None
+        except (IndexError, TypeError):
+            raise InputError(f"there is no user turn {turn!r}; there are {len(spots)}") from None
 
     # -- files -----------------------------------------------------------------------------------
 

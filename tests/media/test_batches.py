@@ -128,8 +128,18 @@ def test_equal_pictures_and_packages_in_a_batch() -> None:
         made = vlm.encode([a, a, vlm.encode(b), b], batch=4)
         assert passes.sizes == [1, 2]
         assert names(made[:1]) == names(made[1:2]) and "batch" not in made[2].provenance
-        with pytest.raises(InputError, match="batch=0; expected pictures in a pass"):
-            vlm.encode([a], batch=0)
+        for wrong in (0, "2", 1.5, None):
+            with pytest.raises(InputError, match=f"batch={wrong!r}; expected pictures in a pass"):
+                vlm.encode([a], batch=wrong)  # type: ignore[call-overload]
+
+
+def test_numbers_of_threads_are_refused_by_name(tmp_path: Any) -> None:
+    for name in ("threads", "torch_threads"):
+        for wrong in (0, -1, "2"):
+            with pytest.raises(
+                InputError, match=f"^{name}={wrong!r}; expected a number of threads"
+            ):
+                ks.Encoder("demo", store=tmp_path, **{name: wrong})
 
 
 def test_an_encoder_in_batches(tmp_path: Any) -> None:

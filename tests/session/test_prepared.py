@@ -16,7 +16,7 @@ from support.common import in_threads
 from support.models import build, picture, stock_inputs, turn
 
 import keepsight as ks
-from keepsight.errors import InputError, TowerRan, UnsupportedInput
+from keepsight.errors import InputError, MessagesError, TowerRan, UnsupportedInput
 
 KINDS = ("qwen3_vl", "qwen2_vl", "qwen2_5_vl", "gemma3")
 SHOWN = [turn("What is it?", picture(1)), turn("A pattern.", role="assistant")]
@@ -92,6 +92,8 @@ def test_held_while_it_lives_and_prepared_again_when_forgotten(vlm: Any) -> None
     assert prefix.ask("Why?", **HOW).usage.cached_tokens >= prefix.tokens - 1
     with pytest.raises(InputError, match="closed"):
         other.ask("Why?", **HOW)
+    with pytest.raises(MessagesError, match="expected a list of messages"):
+        prefix.chat(None)
     del prefix, other
     vlm.stats(), vlm.runtime.refresh()
     with vlm.runtime.lock:

@@ -50,6 +50,9 @@ def test_edit_and_regenerate(demo: Any) -> None:
     assert first.usage.images == 1 and len(session.messages) == 2
     with pytest.raises(InputError, match="no user turn 5"):
         session.edit(5, "What?")
+    for wrong in ("0", 0.5, None):
+        with pytest.raises(InputError, match=f"there is no user turn {wrong!r}; there are 1"):
+            session.edit(wrong, "What?")
 
 
 def test_a_failed_turn_leaves_the_history(dense: Any) -> None:
