@@ -24,7 +24,8 @@ from support.slow_tests import mark_repetitions_slow
 
 from keepsight.store import DiskStore
 
-os.environ.pop("PYTHONUNBUFFERED", None)  # processes that tests start write as a user's do
+for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+    os.environ.pop(_name, None)  # processes that tests start write as a user's do
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
