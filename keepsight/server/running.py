@@ -138,11 +138,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Hand a head over in parts: one that comes whole is parsed, however long it is."""
-        while len(data) > _HEAD and self.conn.their_state is h11.IDLE:
-            super().data_received(data[:_HEAD])
-            data = data[_HEAD:]
-        if not self.transport.is_closing():
+        """Hand over no more of a head than it may have: a whole one is parsed at any length."""
+        while data and self.conn.their_state is h11.IDLE:
+            room = max(1, _HEAD + 1 - len(self.conn.trailing_data[0]))
+            super().data_received(data[:room])
+            data = data[room:]
+        if data and not self.transport.is_closing():
             super().data_received(data)
 
     def _look(self) -> None:
