@@ -76,7 +76,7 @@ def _drop_unwritten() -> None:
 
 def _told(error: Exception) -> str | None:
     """An error in words; None if only a traceback tells it."""
-    if isinstance(error, FileNotFoundError) and error.errno and error.filename is None:
+    if isinstance(error, FileNotFoundError) and not _has_folder():
         return "the folder that this command was started in is gone; change to another"
     if isinstance(error, OSError) and not isinstance(error, KeepsightError):
         name = "" if error.filename is None else f"{str(error.filename)[:_LONGEST]}: "
@@ -85,10 +85,17 @@ def _told(error: Exception) -> str | None:
     return None if known is None else str(known)
 
 
+def _has_folder() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
+
+
 def console(stderr: bool = False) -> Console:
     """A console for one command. It uses the current streams, which tests replace."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    fixed = None if terminal or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
+    fixed = None if terminal or os.environ.get("COLUMNS", "0") != "0" else _WIDTH_WITHOUT_TERMINAL
     return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
 
 

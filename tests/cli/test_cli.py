@@ -363,6 +363,7 @@ def test_families_are_those_of_the_library() -> None:
     assert {row["model_type"] for row in told} == set(SUPPORTED)
     said = run("families", columns=80).stdout.splitlines()
     assert [line.split(" ")[0] for line in said[1:-1]] == sorted(SUPPORTED)  # a line for each
+    assert "qwen3_vl" in run("families", columns=0).stdout  # as shells in editors set it
 
 
 def test_one_family_is_told_in_detail_and_an_unknown_one_by_what_is_near() -> None:

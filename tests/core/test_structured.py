@@ -407,6 +407,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no expression": ({"regex": ""}, "regular expression"),
     "no choice": ({"choice": []}, "at least one"),
     "two forms": ({"choice": ["a"], "regex": "b"}, "'regex' is no word of a JSON schema"),
+    "two forms and a type": ({"type": "choice", "choice": ["a"], "regex": "b"}, "two forms"),
     "choices by another name": ({"choices": ["a"]}, "'choices' is no word of a JSON schema"),
     "an empty choice": ({"choice": ["a", ""]}, "not empty"),
     "a choice that is no text": ({"choice": [1]}, "text"),

@@ -223,6 +223,8 @@ def _one_of(record: Record, names: tuple[str, ...], place: str) -> object:
     found = [record[name] for name in names if name in record]
     if len(found) != 1:
         raise GrammarError(place, f"expected {names[0]!r} beside 'type'")
+    if more := [name for name in _NOT_OF_A_SCHEMA if name in record and name not in names]:
+        raise GrammarError(place, f"{names[0]!r} and {more[0]!r} are two forms; give one alone")
     return found[0]
 
 
