@@ -136,12 +136,12 @@ def test_an_answer_given_again_takes_few_passes() -> None:
         assert engine["accepted_tokens"] >= again.usage.accepted_tokens
 
 
-def test_models_whose_answers_are_equal_to_rounding_guess_nothing() -> None:
+@pytest.mark.parametrize("kind", ["llama4", "qwen3_5"])
+def test_models_whose_answers_are_equal_to_rounding_guess_nothing(kind: str) -> None:
     """Nor those with states of fixed size, from which nothing can be taken back."""
-    for kind in ("llama4", "qwen3_5"):
-        with ks.wrap(*build(kind)) as vlm:
-            replies = [vlm.chat(CHAT[:1], max_new_tokens=20) for _ in range(2)]
-            assert not any(reply.usage.drafted_tokens for reply in replies)
+    with ks.wrap(*build(kind)) as vlm:
+        replies = [vlm.chat(CHAT[:1], max_new_tokens=20) for _ in range(2)]
+        assert not any(reply.usage.drafted_tokens for reply in replies)
 
 
 def test_it_can_be_switched_off_and_nothing_else_is_taken() -> None:

@@ -537,15 +537,15 @@ def test_a_long_prompt_goes_in_pieces_between_the_steps_of_others() -> None:
         Together(vlm, prefill_piece=0)
 
 
-def test_reports_and_verify_say_which_holds() -> None:
+@pytest.mark.parametrize(("kind", "exactness"), [("qwen3_vl", "bits"), ("llama4", "rounding")])
+def test_reports_and_verify_say_which_holds(kind: str, exactness: str) -> None:
     messages = [turn("Look.", picture(1))]
-    for kind, exactness in (("qwen3_vl", "bits"), ("llama4", "rounding")):
-        with wrapped(kind) as vlm:
-            told = vlm.chat(messages, max_new_tokens=1).report.to_dict()
-            found = vlm.verify(messages)
-            assert told["exactness"] == found.exactness == exactness and found
-            assert bool(found.rounding_because) == (exactness == "rounding")
-            assert found.rounding_because in str(found)
+    with wrapped(kind) as vlm:
+        told = vlm.chat(messages, max_new_tokens=1).report.to_dict()
+        found = vlm.verify(messages)
+        assert told["exactness"] == found.exactness == exactness and found
+        assert bool(found.rounding_because) == (exactness == "rounding")
+        assert found.rounding_because in str(found)
 
 
 @pytest.mark.tries_anew
