@@ -27,7 +27,7 @@ from keepsight.errors import ImageError, InputError, NotKeepsightFile, Unsupport
 from keepsight.kinds import Options
 from keepsight.system.optional import optional
 from keepsight.system.places import check_device, check_store_writable, expanded
-from keepsight.system.suffixes import can_be_looked_at, is_package
+from keepsight.system.suffixes import can_be_looked_at, is_package, kind_of
 from keepsight.system.words import (
     check_dtype,
     check_export_place,
@@ -283,11 +283,12 @@ def model_first(
 
 def is_there(name: str) -> bool:
     """Whether something of that name can be looked at. If it is called as a demo model, it must
-    hold pictures: the clone has a folder `demo`, of scripts."""
+    hold pictures: the clone has a folder `demo`, of scripts and texts."""
     path = expanded(name)
     if name not in DEMO_NAMES or not path.is_dir():
         return os.path.lexists(path)
-    return any(can_be_looked_at(file.name) for file in path.rglob("*"))
+    names = [file.name for file in path.rglob("*")]
+    return any(can_be_looked_at(name) and kind_of(name) != "list" for name in names)
 
 
 def _holds_model(folder: Path) -> bool:

@@ -438,14 +438,13 @@ def test_a_device_is_refused_by_what_is_there(monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_word_of_ask_may_be_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])  # the clone has a folder `demo` without pictures
+    named = model_first(["demo", "picture.png", "What?"], alone=False)
+    assert named == ("demo", ["picture.png", "What?"])
     monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()
     for name in ("picture.png", "demo/picture.png"):
         Image.new("RGB", (64, 64), "red").save(name)
-    Path("demo-hybrid").mkdir()
-    Path("demo-hybrid/train.py").write_text("")  # the clone has such a folder
-    named = model_first(["demo-hybrid", "picture.png", "What?"], alone=False)
-    assert named == ("demo-hybrid", ["picture.png", "What?"])
     # A folder of pictures that happens to be called so.
     assert model_first(["demo", "What?"], alone=False) == (None, ["demo", "What?"])
     wanted = said("ask", "picture.png", "What shape is it?", "--model", "demo-hybrid")
