@@ -337,6 +337,18 @@ class _InMemory(MultiPartParser):
     spool_max_size = 1 << 40  # never to disk; the middleware limits the body
 
 
+def page_of(found: list[Record], after: str | None, limit: int) -> Record:
+    """One page of a list: what follows the record with the id `after`."""
+    if after is not None:
+        spots = [spot for spot, one in enumerate(found) if one["id"] == after]
+        if not spots:
+            raise invalid("after", f"after: {after[:100]!r} is not in this list")
+        found = found[spots[-1] + 1 :]
+    data = found[:limit]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+    return {"object": "list", "data": data, "has_more": len(found) > limit, **ends}
+
+
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["files"])
     files, beside, one = service.files, service.threads.wait, "/v1/files/{file_id}"
@@ -377,17 +389,8 @@ def routes(service: Service) -> APIRouter:
         """The files of this key, newest first; oldest first with `order=asc`."""
         tenant = tenant_of(request)
         found: list[Upload] = await beside(lambda: files.of(tenant))
-        own = [f for f in found if purpose in (None, f.purpose)]
-        if order == "asc":
-            own.reverse()
-        if after is not None:
-            spots = [i for i, f in enumerate(own) if f.id == after]
-            if not spots:
-                raise invalid("after", f"after: no file {after[:100]!r} in this list")
-            own = own[spots[0] + 1 :]
-        ends = {"first_id": own[0].id, "last_id": own[:limit][-1].id} if own else {}
-        data = [f.as_json() for f in own[:limit]]
-        return {"object": "list", "data": data, "has_more": len(own) > limit, **ends}
+        own = [f.as_json() for f in found if purpose in (None, f.purpose)]
+        return page_of(own[::-1] if order == "asc" else own, after, limit)
 
     @router.get(one, operation_id="file")
     async def get(file_id: str, request: Request) -> Record:

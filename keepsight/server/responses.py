@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
@@ -27,6 +27,7 @@ from keepsight.server import schema
 from keepsight.server.access import Visit, posts, visit_of
 from keepsight.server.chat import scored_of
 from keepsight.server.errors import ApiError, invalid
+from keepsight.server.files import page_of
 from keepsight.server.parser import OutputPiece
 from keepsight.server.streaming import (
     STREAMED,
@@ -48,6 +49,7 @@ T = TypeVar("T")
 _SCORED = "message.output_text.logprobs"
 _MOST = 10_000  # responses per key
 _LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 _BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
 _ITEM: TypeAdapter[schema.Item] = TypeAdapter(schema.Item)
 Placed = tuple[schema.Item, str]  # an item, and the client's name for it
@@ -197,6 +199,19 @@ class StoredResponse:
         found: list[Record] = json.loads(self.response)["output"]
         return found
 
+    def input(self) -> list[Record]:
+        """The items of the request as OpenAI lists them: with ids, and texts as parts."""
+        found: list[Record] = json.loads(self.asked)
+        for number, item in enumerate(found):
+            prefix = _PREFIXES.get(item["type"], "msg")
+            item.setdefault("id", f"{prefix}_{self.id[5:]}_in{number}")
+            item["status"] = "completed"
+            if isinstance(text := item.get("content"), str):
+                said = item["role"] == "assistant"
+                part = _content("text", text, []) if said else {"type": "input_text", "text": text}
+                item["content"] = [part]
+        return found
+
 
 class ResponseStore:
     """All stored responses. `owners`: the number of keys that share the bytes."""
@@ -295,15 +310,15 @@ class ResponseStore:
             for stored in reversed(chain)
             for item in (*json.loads(stored.asked), *stored.output())
         ]
-        outputs: dict[str, dict[str, Record]] = {}  # each response is read once
+        known: dict[str, dict[str, Record]] = {}  # each response is read once
         for item, place in _items_of(body):
             if isinstance(item, schema.Reference):
                 with contextlib.suppress(ApiError):  # an item's id has that of its response
                     meant = f"resp_{item.id.partition('_')[2].partition('_')[0]}"
-                    if meant not in outputs:
-                        output = self.get(owner, whose, meant).output()
-                        outputs[meant] = {one["id"]: one for one in output}
-                found = outputs.get(meant, {}).get(item.id)
+                    if meant not in known:
+                        its = self.get(owner, whose, meant)
+                        known[meant] = {one["id"]: one for one in its.input() + its.output()}
+                found = known.get(meant, {}).get(item.id)
                 if found is None:
                     raise _unknown("item", item.id, f"{place}.id")
                 take(len(_json(found)), f"{place}.id")
@@ -366,10 +381,21 @@ def routes(service: Service) -> APIRouter:
         return Response(found.response, media_type="application/json")
 
     @router.get(f"{one}/input_items", operation_id="response_input")
-    async def asked(response_id: str, request: Request, cache_salt: _Salt = None) -> Response:
-        """The request items of a response."""
-        items = (await stored(store.get, response_id, request, cache_salt)).asked
-        text = b'{"object":"list","data":' + items + b',"has_more":false}'
+    async def asked(
+        response_id: str,
+        request: Request,
+        cache_salt: _Salt = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """The request items of a response, the last first; the first first with `order=asc`."""
+
+        def page(owner: str, whose: str, given: str) -> bytes:
+            items = store.get(owner, whose, given).input()
+            return _json(page_of(items if order == "asc" else items[::-1], after, limit))
+
+        text = await stored(page, response_id, request, cache_salt)
         return Response(text, media_type="application/json")
 
     @router.delete(one, operation_id="delete_response")

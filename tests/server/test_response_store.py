@@ -61,7 +61,7 @@ def test_a_response_is_read_listed_and_deleted(server: Live) -> None:
     address = f"{PATH}/{first['id']}"
     assert server.call(address)[1] == first
     asked = server.call(f"{address}/input_items")[1]["data"]
-    assert [item["content"] for item in asked] == ["And now?"]
+    assert [item["content"] for item in asked] == [[{"type": "input_text", "text": "And now?"}]]
     gone = server.call(address, method="DELETE")
     assert gone[1] == {"id": first["id"], "object": "response", "deleted": True}
     status, reply, _ = server.call(address)
@@ -71,6 +71,31 @@ def test_a_response_is_read_listed_and_deleted(server: Live) -> None:
     lost = {"type": "item_reference", "id": first["output"][0]["id"]}
     status, reply = respond(server, lost, NEXT)
     assert status == 404 and reply["error"]["param"] == "input[0].id"
+
+
+def test_what_a_response_was_asked_with_is_listed_in_pages(server: Live) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    said = {"role": "assistant", "content": "A ring.", "id": "msg_own"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "A ring."}
+    first = respond(server, SHOWN, call, result, said, NEXT)[1]
+    address = f"{PATH}/{first['id']}/input_items"
+    whole = server.call(address)[1]
+    ids = [item["id"] for item in whole["data"]]
+    kinds = ("message", "message", "function_call_output", "function_call", "message")
+    assert tuple(item["type"] for item in whole["data"]) == kinds  # the last one comes first
+    assert ids[1] == "msg_own" and len(set(ids)) == 5
+    assert whole["data"][1]["content"][0]["type"] == "output_text"
+    ends = {name: whole[name] for name in ("object", "first_id", "last_id", "has_more")}
+    assert ends == {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+    page = server.call(f"{address}?limit=2&order=asc&after={ids[4]}")[1]
+    assert [item["id"] for item in page["data"]] == [ids[3], ids[2]] and page["has_more"]
+    for query, name in (("limit=0", "limit"), ("order=up", "order"), ("after=msg_x", "after")):
+        status, reply, _ = server.call(f"{address}?{query}")
+        assert status == 400 and reply["error"]["param"] == name
+    # An id in the list means its item, as that of an answer does.
+    named = respond(server, {"type": "item_reference", "id": ids[4]}, NEXT)[1]["usage"]
+    assert named["images"] == 1
+    assert named["input_tokens"] == respond(server, SHOWN, NEXT)[1]["usage"]["input_tokens"]
 
 
 def test_a_stream_is_kept_before_its_client_hears_of_its_end(server: Live) -> None:
