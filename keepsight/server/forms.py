@@ -64,7 +64,7 @@ def text_form(body: schema.Forms, unused: Unused) -> Format | None:
         if given is None or given in ("", {}, False):
             continue
         if isinstance(given, schema.ResponseFormat):
-            form = wanted(given.model_dump(), name)
+            form = wanted(given.model_dump(), given.PLACE)
         elif name == "structured_outputs":
             form = _of_vllm(given, unused)
         elif name == "format" and given == "json":  # Ollama's

@@ -60,11 +60,7 @@ Placed = tuple[schema.Item, str]  # an item, and the client's name for it
 
 def in_its_words(problem: ApiError) -> ApiError:
     """A refusal of the chat API, with this API's names for fields."""
-    names = {
-        "messages": "input",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-    }
+    names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
     given = problem.param or ""
     name = names.get(given, given.replace(".function.", "."))
     if name != given:

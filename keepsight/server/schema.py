@@ -320,7 +320,7 @@ Item = Annotated[
 _CONSTRAINING: dict[str, str] = {
     **dict.fromkeys(
         ("guided_decoding", "allowed_token_ids", "bad_words", "logits_processors"),
-        "tokens cannot be constrained in this way; see response_format",
+        "tokens cannot be constrained in this way; see structured_outputs",
     ),
     "use_beam_search": "beams are not decoded here",
     "best_of": "of several answers all are given; see n",
@@ -412,6 +412,8 @@ class StreamOptions(Inner):
 class ResponseFormat(Inner):
     """The form of an answer: what is beside its type is checked where the form is read."""
 
+    PLACE: ClassVar[str] = "response_format"  # the client's name for it
+
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     type: Literal["text", "json_object", "json_schema", "regex", "choice", "grammar"]
@@ -432,8 +434,12 @@ class Forms(BaseModel):
     format: object = None
 
 
+class TextFormat(ResponseFormat):
+    PLACE: ClassVar[str] = "text.format"
+
+
 class TextSettings(Inner):
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
     verbosity: object = None
 
 
@@ -561,6 +567,7 @@ class ResponsesRequest(AnswerOptions):
         "background": "answers come with the request; leave it out or send false",
         "conversation": "conversations are not stored; see previous_response_id",
         "prompt": "there are no stored prompts",
+        "response_format": "send text.format",
     }
 
     input: TextOr[Annotated[list[Item], Field(min_length=1, fail_fast=True)]]

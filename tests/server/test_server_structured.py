@@ -204,11 +204,17 @@ def test_responses_name_their_own_fields(server: Live) -> None:
     bad = {"type": "function", "name": "a", "parameters": BAD["schema"], "strict": True}
     for more, param in (
         ({"text": {"format": form}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"tools": [bad]}, "tools[0].parameters"),
     ):
         status, answer, _ = server.call("/v1/responses", {**body, **more})
         assert status == 400 and answer["error"]["param"] == param, answer
         assert param in answer["error"]["message"]
+        assert "response_format" not in answer["error"]["message"]
+    status, answer, _ = server.call("/v1/responses", {**body, "response_format": form})
+    assert status == 400 and "send text.format" in answer["error"]["message"]
     form = {"type": "json_schema", "name": "a", "schema": PLACE, "strict": True}
     answer = server.call("/v1/responses", {**body, "text": {"format": form}})[1]
     assert answer["text"]["format"] == form

@@ -77,7 +77,9 @@ def wanted(given: object, place: str = "response_format") -> Format | None:
         inside = record.get("json_schema", record.get("json", record))
         schema = inside.get("schema", record.get("json")) if isinstance(inside, Mapping) else inside
         if schema is None:
-            raise GrammarError(place, "there is no schema in it; expected json_schema.schema")
+            raise GrammarError(
+                place, "there is no schema in it; expected schema or json_schema.schema"
+            )
         return of_schema(schema, place)
     if kind == "regex":
         return of_regex(_one_of(record, ("regex", "pattern"), place), place)
