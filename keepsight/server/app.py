@@ -73,6 +73,7 @@ def build(service: Service) -> ASGIApp:
         app.add_exception_handler(kind, _refused)
     known = [*app.routes, *(route for router in routers for route in router.routes)]
     paths = {"/", *site.FILES, "/docs", *(one.path for one in known if isinstance(one, APIRoute))}
+    app.state.paths = paths
     outer: ASGIApp = RequestMiddleware(app, service, paths)
     if service.config.allow_origin:
         outer = CORSMiddleware(
@@ -156,8 +157,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
         text = {
-            404: f"there is nothing at {path[:200]!r}; see /docs",
-            405: "this method is not allowed here",
+            404: f"there is nothing at {path[:200]!r}; {_hint(path, request.app.state.paths)}",
+            405: f"{request.method} is not allowed at {path[:200]!r}; see /docs",
         }.get(status, str(error.detail))
         error = ApiError(status, text, code=_HTTP_CODES.get(status))
     problem = visit.problem(error)
@@ -166,6 +167,12 @@ async def _refused(request: Request, error: Exception) -> Response:
     if path == "/v1/responses":
         problem = responses.in_its_words(problem)
     return JSONResponse(problem.body(), problem.status, headers={**headers, **problem.headers()})
+
+
+def _hint(path: str, known: set[str]) -> str:
+    """`/v1` is often missing in the address that a client was given, or there twice."""
+    near = [one for one in known if one != "/" and (one.endswith(path) or path.endswith(one))]
+    return f"did you mean {min(near, key=len)}?" if near else "see /docs"
 
 
 async def _only_known(request: Request) -> None:  # a thread costs more than this

@@ -75,7 +75,13 @@ def test_whatever_answers_get_answers_head(server: Live) -> None:
 def test_places_models_and_methods(server: Live) -> None:
     assert refusal(server.chat({"model": "gpt", **user("x")}), 404)["code"] == "model_not_found"
     refusal(server.call("/v1/models/gpt"), 404)
-    refusal(server.call("/v1/nothing"), 404)
+    for path, hint in (
+        ("/v1/nothing", "see /docs"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "did you mean /v1/models?"),
+        ("/v1/tokenize", "did you mean /tokenize?"),
+    ):
+        assert refusal(server.call(path), 404)["message"].endswith(f"{path!r}; {hint}")
     refusal(server.call("/v1/chat/completions"), 405)
     refusal(server.call("/v1/files/file-0"), 404)
     for fields in (b"", b"--x--\r\n"):
