@@ -99,15 +99,17 @@ def form_of(body: schema.ChatRequest, syntax: CallSyntax, unused: Unused) -> For
         for n, tool in enumerate(body.tools or ())
         if isinstance(tool, schema.Tool) and choice != "none"
     ]
-    if isinstance(choice, schema.ForcedChoice):
-        name = choice.function.name if choice.function is not None else choice.name
-        found = [(n, tool) for n, tool in tools if tool.function.name == name]
-        if not found:
+    if some := isinstance(choice, schema.ForcedChoice | schema.AllowedChoice):
+        chosen = choice.tools if isinstance(choice, schema.AllowedChoice) else [choice]
+        named = {one.named for one in chosen}
+        for name in named.difference(tool.function.name for _, tool in tools):
             known = ", ".join(repr(tool.function.name) for _, tool in tools[:20]) or "none"
             raise invalid("tool_choice", f"there is no tool {str(name)[:100]!r}; tools: {known}")
-        return _calls(found[:1], syntax, "tool_choice", 1, 1, forced=True)
+        tools = [(n, tool) for n, tool in tools if tool.function.name in named]
+    if isinstance(choice, schema.ForcedChoice):
+        return _calls(tools[:1], syntax, "tool_choice", 1, 1, forced=True)
     most = 1 if body.parallel_tool_calls is False else None
-    if choice == "required":
+    if "required" in (choice, getattr(choice, "mode", None)):
         if not tools:
             raise invalid("tool_choice", "tool_choice is 'required', and there are no tools")
         return _calls(tools, syntax, "tool_choice", 1, most, forced=True)
@@ -119,7 +121,7 @@ def form_of(body: schema.ChatRequest, syntax: CallSyntax, unused: Unused) -> For
             {"name": "calls", **calls.grammars[0]},
         )
         return Format("calls", grammars, text.place, str, (text, *calls.parts))
-    if any(tool.function.strict for _, tool in tools):
+    if some or any(tool.function.strict for _, tool in tools):
         return _calls(tools, syntax, "tools", 0, most)
     return text
 

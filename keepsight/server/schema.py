@@ -210,13 +210,29 @@ class ForcedChoice(Inner):
     function: NamedFunction | None = None
     name: Name | None = None
 
+    @property
+    def named(self) -> str | None:
+        return self.name if self.function is None else self.function.name
+
+
+class AllowedChoice(Inner):
+    """Some of the tools, although all are shown: so the prompt stays the same."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ForcedChoice], Field(min_length=1)]
+
 
 _CHOICES = ("none", "auto", "required")
 
 
 def _choice(value: object) -> object:
-    """`{"type": "auto"}` is how some clients write `"auto"`."""
+    """`{"type": "auto"}` is how some clients write `"auto"`; allowed tools are one record deeper in
+    chat than in responses."""
     kind = kind_of(value)
+    if kind == "allowed_tools" and isinstance(value, dict):
+        deeper = value.get(kind)
+        return {**deeper, "type": kind} if isinstance(deeper, dict) else value
     if isinstance(value, dict) and len(value) == 1 and kind in _CHOICES:
         return kind
     if value is None or kind == "function" or (isinstance(value, str) and value in _CHOICES):
@@ -225,7 +241,11 @@ def _choice(value: object) -> object:
     raise PydanticCustomError("tool_choice", what)
 
 
-ToolChoice = Annotated[TextOr[ForcedChoice] | None, BeforeValidator(_choice)]
+_Chosen = Annotated[
+    Annotated[ForcedChoice, Tag("as function")] | Annotated[AllowedChoice, Tag("as allowed_tools")],
+    Discriminator(lambda value: f"as {kind_of(value)}"),
+]
+ToolChoice = Annotated[TextOr[_Chosen] | None, BeforeValidator(_choice)]
 
 
 # -- the messages of chat and the items of responses -----------------------------------------------

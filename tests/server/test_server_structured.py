@@ -112,6 +112,36 @@ def test_it_comes_in_a_stream_and_as_an_item(server: Live) -> None:
         jsonschema.validate(json.loads(item["arguments"]), PLACE)
 
 
+def test_of_all_tools_that_are_shown_only_some_may_be_called(
+    server: Live, hurry: dict[str, float], speaker: Any
+) -> None:
+    tools = [tool("look"), tool("go")]
+    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "go"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": some}
+    for seed in range(3):
+        found = sent(server, tools=tools, tool_choice=choice, seed=seed, temperature=1.0)
+        assert {name for name, _ in calls_of(found)} == {"go"}
+    flat = [{"type": "function", "name": name, "parameters": PLACE} for name in ("look", "go")]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "go"}],
+    }
+    asked = {"model": "demo", "input": "x", "tools": flat, "max_output_tokens": 600, "seed": 1}
+    free = server.call("/v1/responses", {**asked, "max_output_tokens": 1})[1]
+    answer = server.call("/v1/responses", {**asked, "tool_choice": choice, "logit_bias": hurry})[1]
+    assert answer["output"][0]["name"] == "go" and answer["tool_choice"] == choice
+    assert answer["usage"]["input_tokens"] == free["usage"]["input_tokens"]  # the same prompt
+    syntax = CallSyntax(
+        False, frozenset(speaker.get_added_vocab()) & {"<tool_call>", "</tool_call>"}
+    )
+    form = form_of(request(tools=tools, tool_choice={**choice, "mode": "auto"}), syntax, Unused())
+    assert form is not None and follows(speaker, form, "Hello.")[0]
+    call = '<tool_call>\n{"name": "NAME", "arguments": {"at": 5}}\n</tool_call>'
+    assert follows(speaker, form, call.replace("NAME", "go"))[0]
+    assert not follows(speaker, form, call.replace("NAME", "look"))[0]
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_arguments_fit_their_schema(server: Live, hurry: dict[str, float], part: int) -> None:
     """Of 40 tools; what cannot be written without quotes is refused with the tool's name."""
@@ -172,6 +202,12 @@ def test_a_form_beside_tools(server: Live, hurry: dict[str, float]) -> None:
         ({"tools": [tool("look")], "tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
+        ({"tools": [tool("go")], "tool_choice": {"type": "allowed_tools", "mode": "auto",
+            "tools": [NAMED, {"type": "function", "name": "look"}]}}, "tool_choice"),
+        ({"tools": [tool("go")], "tool_choice": {"type": "allowed_tools", "mode": "auto",
+            "tools": []}}, "tool_choice.tools"),
+        ({"tools": [tool("go")], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "tools": [NAMED]}}}, "tool_choice.mode"),
         ({"tools": [tool("a"), tool("b", {"not": {}}, strict=True)]},
             "tools[1].function.parameters"),
         ({"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
