@@ -176,11 +176,12 @@ def _hint(path: str, known: set[str]) -> str:
 
 
 async def _only_known(request: Request) -> None:  # a thread costs more than this
-    """Refuse unknown query parameters; only report them on routes for answers."""
+    """Refuse unknown query parameters; only report them on routes for answers, and those that ask
+    for more to be included."""
     path = request.url.path
     known = {field.alias for field in request.scope["route"].dependant.query_params}
     for name in request.query_params if path.startswith("/v1/") else ():
-        if name not in known and path not in ANSWERS:
+        if name not in known and path not in ANSWERS and name not in ("include", "include[]"):
             raise unknown(name, known)
         if name not in known:
             visit_of(request).unused.add(f"?{name}", "unknown; see /docs")

@@ -92,6 +92,9 @@ def test_what_a_response_was_asked_with_is_listed_in_pages(server: Live) -> None
     for query, name in (("limit=0", "limit"), ("order=up", "order"), ("after=msg_x", "after")):
         status, reply, _ = server.call(f"{address}?{query}")
         assert status == 400 and reply["error"]["param"] == name
+    for place in (address, f"{PATH}/{first['id']}"):  # a client asks for more than there is
+        status, _, headers = server.call(f"{place}?include[]=message.input_image.image_url")
+        assert (status, headers["x-keepsight-unused"]) == (200, "?include[]")
     # An id in the list means its item, as that of an answer does.
     named = respond(server, {"type": "item_reference", "id": ids[4]}, NEXT)[1]["usage"]
     assert named["images"] == 1
