@@ -124,7 +124,7 @@ def described(name: str, value: Any, level: str) -> list[str]:
         short = name.rpartition(".")[2].lower()
         for attribute, own in vars(value).items():
             own = _own(own)
-            if attribute.startswith("_") or attribute in INSIDE or not own.__doc__:
+            if own is None or attribute.startswith("_") or attribute in INSIDE or not own.__doc__:
                 continue
             if isinstance(own, property):
                 lines += ["", f"**`{short}.{attribute}`**: {_text(own, ' ')}"]

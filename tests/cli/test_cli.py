@@ -135,7 +135,8 @@ def test_a_removed_folder_to_run_in_is_named(tmp_path: Path) -> None:
         "sys.argv = ['keepsight', 'families']\n"
         "main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=gone, capture_output=True, text=True)
+    command = [sys.executable, "-P", "-c", code]  # no folder to import from, as in a script
+    done = subprocess.run(command, cwd=gone, capture_output=True, text=True)
     assert done.returncode == 2 and "started in is gone; change to another" in done.stderr
 
 
