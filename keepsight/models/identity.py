@@ -58,8 +58,9 @@ _ORIGIN = frozenset(
     | {"_post_init_done", "dtype", "torch_dtype"}
 )
 # Attributes of modules that change no forward pass: positions are passed explicitly, settings of
-# sampling are read on every call; the rest are notes of Transformers and PEFT on how a model was
-# loaded, placed and saved, and what `generate` leaves for its own next call.
+# sampling are read on every call, and checkpoints of gradients act in training mode only; the rest
+# are notes of Transformers and PEFT on how a model was loaded, placed and saved, and what
+# `generate` leaves for its own next call.
 _NOTES = frozenset({
     "rope_deltas", "generation_config", "generate", "_hf_peft_config_loaded", "_is_hf_initialized",
     "_output_capturing_hooks_installed", "_use_kernels", "_weight_conversions", "hf_device_map",
@@ -70,13 +71,15 @@ _NOTES = frozenset({
     "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan", "_skip_keys_device_placement",
     "_tp_plan", "all_tied_weights_keys", "_cached_continuous_batching_manager", "_compiled_call",
     "_last_compile_config", "_previous_max_cache_length", "_cached_decode_position_ids",
-    "_prefill_len",
+    "_prefill_len", "gradient_checkpointing", "_gradient_checkpointing_func",
+    "_require_grads_hook", "_require_grads_hooks",
 })  # fmt: skip
 # Attributes of every module, which are compared one by one; the last is seen by `environment.py`.
 _OF_EACH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 _PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # set by accelerate on a module
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_RANDOM = ("drop", "jitter", "noise")  # parts of names of settings that act in training only
+# Parts of names of settings that act in training mode only; in the last, layers forget their cache.
+_RANDOM = ("drop", "jitter", "noise", "gradient_checkpointing")
 _USUAL = (torch.Tensor, torch.nn.Parameter)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), type(...))
 _BY_TEXT = (enum.Enum, torch.dtype, torch.layout, torch.memory_format, np.dtype, np.generic)

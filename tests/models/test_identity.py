@@ -253,6 +253,24 @@ def test_what_generate_notes_on_a_model_is_no_setting(vlm: Any) -> None:
             delattr(vlm.model, name)
 
 
+def test_gradient_checkpointing_is_no_setting(vlm: Any, tmp_path: Path) -> None:
+    """It acts in training mode only, where layers also forget their cache: that is refused."""
+    named, package = namespace(vlm), vlm.encode(picture(1)).save(tmp_path / "a.sight")
+    vlm.model.activation_checkpointing_enable()
+    vlm.model.enable_input_require_grads()
+    try:
+        assert namespace(vlm) == named
+        vlm.chat([turn("What is it?", ks.Package.load(package))], max_new_tokens=1)
+        vlm.model.get_decoder().layers[0].train()
+        with pytest.raises(ModelError, match="is in training mode"):
+            vlm.chat(MESSAGES, max_new_tokens=1)
+    finally:
+        vlm.model.eval()
+        vlm.model.disable_input_require_grads()
+        vlm.model.activation_checkpointing_disable()
+    assert namespace(vlm) == named
+
+
 def test_a_part_in_training_mode_is_refused_where_it_is_random(vlm: Any) -> None:
     named, layer = namespace(vlm), attention(vlm.model)
     layer.o_proj.train()  # a plain linear layer computes the same
