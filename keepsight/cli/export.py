@@ -57,7 +57,8 @@ def export(
 
 @contextlib.contextmanager
 def _ending_tidily() -> Iterator[Callable[[], None]]:
-    """Let SIGTERM end the command like Ctrl-C, so that half an export is removed.
+    """Let SIGTERM and SIGHUP end the command like Ctrl-C, so that half an export is removed. One
+    that is ignored, as SIGHUP is under `nohup`, stays so.
 
     Tracers sometimes swallow either, so the returned function checks again before each step.
     """
@@ -71,7 +72,9 @@ def _ending_tidily() -> Iterator[Callable[[], None]]:
         if asked:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    ends = [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    heard = [one for one in ends if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield go_on
     finally:

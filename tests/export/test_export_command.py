@@ -246,10 +246,11 @@ def test_graphs_that_are_far_off_are_not_written(
 # -- killed --------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_closed_terminal_leave_nothing(tmp_path: Path, asked: signal.Signals) -> None:
     process = keepsight(tmp_path, "export", "demo", "--to", "out")
     until(process, "tracing the tower")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(asked)
     _, errors = process.communicate(timeout=120)
     # The second: having cleaned up, Python ends itself by the signal where that came while text was
     # being executed (`exec`), as tracers and dataclasses do.
@@ -266,6 +267,16 @@ def test_an_interrupt_that_a_tracer_swallows_ends_it_before_the_next_step() -> N
         with pytest.raises(KeyboardInterrupt):
             go_on()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with export._ending_tidily() as go_on:
+            signal.raise_signal(signal.SIGHUP)
+            go_on()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # The real command, but for its tracer.
