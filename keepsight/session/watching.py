@@ -20,6 +20,7 @@ from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.kinds import Message, Record
 from keepsight.media.clips import is_rate
 from keepsight.media.live import Frames, frames_of
+from keepsight.media.medium import Medium
 from keepsight.prompt.messages import user_message
 from keepsight.report import Piece, Reply
 
@@ -46,7 +47,8 @@ class WatchedVideo:
         self.seen = 0  # frames taken from the source, including dropped ones
         self.error: KeepsightError | None = None  # why the source ended early
         self._held: list[np.ndarray] = []
-        self._video = object()  # the video as the conversation holds it, once it was asked about
+        # What the conversation holds of the video, once it was asked about, and an edit keeps.
+        self._source = object()
         self._state = threading.Condition()
         self._over = self._closed = False
         self._prepared = 0
@@ -133,12 +135,12 @@ class WatchedVideo:
         asked, _, video = self._asked(held, question)
         for piece in self.session.answer(asked, options):
             if piece.usage is not None:
-                self._video = video  # the history holds it now
+                self._source = video.opened  # the history holds it now
             if piece.report is not None and self.error is not None:
                 piece.report.notes.append(f"the video ended early: {self.error}")
             yield piece
 
-    def _asked(self, frames: list[np.ndarray], question: str) -> tuple[list[Message], int, object]:
+    def _asked(self, frames: list[np.ndarray], question: str) -> tuple[list[Message], int, Medium]:
         """The conversation with the current video and a question after it, the place of the
         message with the video, and the video as that message holds it."""
         rows = np.stack(frames)
@@ -150,14 +152,17 @@ class WatchedVideo:
         messages = self.session.messages
         place = next((i for i, one in enumerate(messages) if self._shows(one)), len(messages))
         asked = [*messages, user_message(question)]
-        parts = [part for part in asked[place]["content"] if part.get("video") is not self._video]
+        parts = [part for part in asked[place]["content"] if not self._is_this(part)]
         asked[place] = dict(asked[place], content=[video, *parts])
         return asked, place, video["video"]
 
     def _shows(self, message: Message) -> bool:
         """Whether a message of the conversation holds this video, from an earlier question."""
         parts = message["content"] if isinstance(message["content"], list) else []
-        return any(part.get("video") is self._video for part in parts)
+        return any(map(self._is_this, parts))
+
+    def _is_this(self, part: Message) -> bool:
+        return getattr(part.get("video"), "opened", None) is self._source
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -286,6 +286,8 @@ def test_films_in_a_conversation() -> None:
             assert media(session) == ["image", "video", "video"]
             session.edit(1, "What else?", max_new_tokens=2)  # keeps the film of its turn
             assert media(session) == ["image", "video"]
+            one.ask("And now?", max_new_tokens=2)
+            assert media(session) == ["image", "video"]
             session.edit(1, "What else?", videos=[], max_new_tokens=2)
             assert media(session) == ["image"]
             one.ask("And now?", max_new_tokens=2)
