@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -125,6 +125,14 @@ class PackageDataset(Dataset[Loaded]):
         tenant: str | None = None,
         template_kwargs: Options | None = None,
     ) -> None:
+        if not isinstance(vlm, VLM):
+            raise InputError(
+                f"a {type(vlm).__name__} is no model of ks.load, ks.wrap or ks.install"
+            )
+        if not isinstance(records, Iterable):
+            raise MessagesError(
+                f"a {type(records).__name__} is no list of (messages, answer) pairs"
+            )
         _check_family(vlm.runtime.family)
         self._address = (None if store is None else os.fspath(store), tenant)
         self._opened: Store | None = None
@@ -140,6 +148,11 @@ class PackageDataset(Dataset[Loaded]):
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Loaded:
+        if not isinstance(index, SupportsIndex):
+            raise InputError(
+                f"{index!r} is not the number of one example; for a part of the data use "
+                "torch.utils.data.Subset"
+            )
         example = self._examples[index]
         return Loaded(example, [self._package(place) for place in example.places])
 
@@ -241,6 +254,7 @@ class _Layout:
         """One record, laid out."""
         try:
             messages, answer = record
+            messages = list(messages)
         except (TypeError, ValueError):
             raise MessagesError(f"record {number} is not a pair (messages, answer)") from None
         if not isinstance(answer, str) or not answer:
@@ -261,11 +275,11 @@ class _Layout:
         inputs = self._family.prompt_inputs(whole.ids, whole.types, whole.grids)
         return Example(whole.ids.astype(np.int32), begin, places, inputs)
 
-    def _render(self, messages: Sequence[Message], generate: bool) -> Prompt:
+    def _render(self, messages: list[Message], generate: bool) -> Prompt:
         renderer = self._vlm.runtime.renderer
         if renderer is None:
             raise InputError("this model was wrapped without a processor, which renders prompts")
-        return renderer.render(list(messages), self._name, generate, **self._template)
+        return renderer.render(messages, self._name, generate, **self._template)
 
     def _end(self, ids: np.ndarray, begin: int) -> int:
         """Where the answer's turn ends; what a template writes after it is not learned."""
@@ -352,6 +366,11 @@ class Collator:
 
     def __call__(self, rows: Sequence[Loaded]) -> Record:
         """The inputs of `model(**batch)`, with labels for a loss."""
+        listed = isinstance(rows, Sequence) and all(isinstance(row, Loaded) for row in rows)
+        if not listed or not rows:
+            raise InputError(
+                "a batch is made of a list of one or more examples of a PackageDataset"
+            )
         examples = [row.example for row in rows]
         length = max(len(example.ids) for example in examples)
         ids = torch.full((len(rows), length), self.pad)

@@ -388,6 +388,20 @@ def test_records_of_the_wrong_shape_are_named() -> None:
                 PackageDataset(vlm, bad)
         with pytest.raises(InputError, match="is no folder"):
             PackageDataset(vlm, [], packages="nowhere at all")
+        for none in (None, 3):
+            with pytest.raises(MessagesError, match="is no list of"):
+                PackageDataset(vlm, none)  # type: ignore[arg-type]
+        with pytest.raises(MessagesError, match="record 0 is not a pair"):
+            PackageDataset(vlm, [(None, "a")])  # type: ignore[list-item]
+        with pytest.raises(InputError, match="is no model of"):
+            PackageDataset(model, records())
+        data = PackageDataset(vlm, records()[1:2])
+        for index in (slice(0, 2), "0", [0]):
+            with pytest.raises(InputError, match="the number of one example"):
+                data[index]  # type: ignore[index]
+        for rows in ([], None, data[0], [0]):
+            with pytest.raises(InputError, match="a batch is made of"):
+                data.collator()(rows)  # type: ignore[arg-type]
     fickle = TEMPLATE.replace("IMAGE", "x").replace("assistant\n", "assistant\nthink ")
     with ks.wrap(model, processor, chat_template=fickle) as vlm:
         with pytest.raises(MessagesError, match="differently once"):
