@@ -7,7 +7,7 @@ it directly. It is pickled as its options: each process loads the model at the f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +67,8 @@ class Encoder:
 
     def __call__(self, batch: Record) -> Record:
         """The batch, with four more columns."""
+        if not isinstance(batch, Mapping):
+            raise InputError(f"a {type(batch).__name__} is no batch; expected a dict of columns")
         if self._column not in batch:
             raise InputError(
                 f"the batch has no column {self._column!r}, only: {', '.join(map(str, batch))}"
@@ -102,6 +104,12 @@ class Encoder:
 
 def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
     """One item for each row, for any type of column."""
+    one = isinstance(values, str | bytes | bytearray | Mapping | Image.Image)
+    if one or not hasattr(values, "__iter__"):
+        raise InputError(
+            f"{column!r} is a {type(values).__name__}, expected a column with one image a row; in "
+            "`datasets` that is map(..., batched=True)"
+        )
     for row, value in enumerate(values):
         name = f"{column}, row {row} of the batch"
         if isinstance(value, list | tuple):

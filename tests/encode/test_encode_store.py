@@ -474,6 +474,12 @@ def test_an_encoder_refuses_by_name(tmp_path: Path) -> None:
         encoder({"x": []})
     with pytest.raises(InputError, match="has a column 'status' already; give a prefix"):
         encoder({"image": [], "status": []})
+    for wrong in (None, 3, [png(0)]):
+        with pytest.raises(InputError, match="is no batch; expected a dict of columns"):
+            encoder(wrong)  # type: ignore[arg-type]
+    for one in (None, "a.png", png(0), picture(2), {"bytes": png(0)}):  # map() without batched=True
+        with pytest.raises(InputError, match="expected a column with one image a row"):
+            encoder({"image": one})
     with pytest.raises(ks.errors.UnknownOption, match="did you mean"):
         Encoder("demo", store=tmp_path / "store", vision_budgett=1)({"image": [b""]})
 
