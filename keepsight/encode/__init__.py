@@ -7,14 +7,14 @@ go to a place: `store` or `files`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, ReadOptions
 from keepsight.encode.places import Encoded, Making, Place, ToFiles, ToStore
 from keepsight.encode.run import run
-from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
+from keepsight.encode.sources import SourcePiece, Sources, SourceScan, count, find, items
 from keepsight.system.words import parse_shard
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def encode(
-    sources: Sequence[str | os.PathLike[str]],
+    sources: Sources,
     vlm: VLM,
     *,
     files: str | os.PathLike[str] | None = None,
@@ -51,7 +51,8 @@ def encode(
     tenant: str | None = None,
     threads: int | None = None,
 ) -> Iterator[Encoded]:
-    """Encode every image of `sources` into the model's store, or as `.sight` files into a folder.
+    """Encode every image of `sources` (one path, or several) into the model's store, or as `.sight`
+    files into a folder.
 
     Results come in order. An image that cannot be used is a result too. `batch` pictures go through
     the tower in one pass; their provenance says so, because that may round otherwise.

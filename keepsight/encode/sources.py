@@ -12,10 +12,10 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeAlias
 
 from keepsight.encode import archives, documents, tables
 from keepsight.encode.items import At, Item, ReadOptions, broken, of_text
@@ -24,6 +24,7 @@ from keepsight.media.sources import open_source
 from keepsight.system.suffixes import kind_of
 
 MAX_LINE = 64 << 20  # may contain a data URI
+Sources: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,18 @@ class SourceScan:
 # -- sources to pieces ---------------------------------------------------------------------------
 
 
-def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> SourceScan:
+def find(sources: Sources, column: str = "image") -> SourceScan:
     """Files, folders (with their contents), globs and lists, in a stable order."""
     found, seen = SourceScan(), set()
-    for source in sources:
+    # A text is also a sequence, of letters: of "/", for one.
+    several = isinstance(sources, Iterable) and not isinstance(sources, str | os.PathLike)
+    given: Iterable[Any] = sources if several else [sources]  # type: ignore[assignment]
+    for source in given:
+        if not isinstance(source, str | os.PathLike):
+            raise InputError(
+                f"a {type(source).__name__} is no source; expected the path of a file or a folder, "
+                "an address, or several of those"
+            )
         for piece in _pieces_of(os.fspath(source), column, found.left_out):
             mark = (piece.path, piece.place if piece.kind in ("text", "broken") else "")
             if mark not in seen:

@@ -207,12 +207,21 @@ def test_too_many_tokens_are_skipped_with_the_reason(vlm: Any, tmp_path: Path) -
     assert towers(vlm)[0] == 1
 
 
+def test_one_path_is_one_source(vlm: Any, photos: Path) -> None:
+    """Not the files behind each of its letters."""
+    for one in (photos, str(photos)):
+        assert [r.image for r in encode(one, vlm)] == [r.image for r in encode([photos], vlm)]
+
+
 def test_what_cannot_be_is_refused_by_name(
     vlm: Any, photos: Path, demo_parts: dict[str, Any]
 ) -> None:
     for wrong, said in (({"max_tokens": 0}, "max_tokens=0"), ({"codec": "zip"}, "no codec 'zip'")):
         with pytest.raises(InputError, match=said):
             encode([photos], vlm, **wrong)
+    for wrong in (None, 3, vlm, b"photos", [picture(1)]):
+        with pytest.raises(InputError, match="is no source; expected the path"):
+            encode(wrong, vlm)
     with open_vlm(demo_parts, None) as other, pytest.raises(InputError, match="has no store"):
         encode([photos], other)
 
