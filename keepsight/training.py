@@ -43,7 +43,7 @@ from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.models.renamed import EncoderOutput
 from keepsight.prefix.prompt import Prompt
 from keepsight.store import Store, open_store
-from keepsight.system.places import expanded
+from keepsight.system.places import expanded, path_text
 from keepsight.vlm import VLM
 
 IGNORED = -100  # ignored by Transformers' losses
@@ -134,7 +134,7 @@ class PackageDataset(Dataset[Loaded]):
                 f"a {type(records).__name__} is no list of (messages, answer) pairs"
             )
         _check_family(vlm.runtime.family)
-        self._address = (None if store is None else os.fspath(store), tenant)
+        self._address = (None if store is None else path_text(store, "store"), tenant)
         self._opened: Store | None = None
         layout = _Layout(vlm, PackageIndex.of(packages), self._store(), template_kwargs or {})
         with vlm.runtime.lock:

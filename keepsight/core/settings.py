@@ -17,6 +17,7 @@ from keepsight.kinds import Options, Processor, Record, Wrapping
 from keepsight.models import upstream
 from keepsight.store import Store, open_store
 from keepsight.store.writer import ROOM
+from keepsight.system.places import path_text
 from keepsight.system.units import parse_bytes, parse_seconds
 from keepsight.system.words import check_codec
 
@@ -91,7 +92,7 @@ def chosen_store(
     bytes_of = [None if b is None else parse_bytes(b) for b in (budget, quota)]
     # Data waiting to be written takes no more memory than remembered data may.
     room = min(max(sum(map(parse_bytes, memory)), LEAST_WAITING), ROOM)
-    where = None if near is None else os.fspath(near)
+    where = None if near is None else path_text(near, "store")
     is_folder = where is not None and "://" not in where
     return open_store(where, bytes_of[0], far, bytes_of[1] if is_folder else None, room)
 

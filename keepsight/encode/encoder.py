@@ -21,6 +21,7 @@ from keepsight.encode.run import run
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.media.sources import open_source
+from keepsight.system.places import path_text
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -52,12 +53,12 @@ class Encoder:
         tenant: str | None = None,
         **options: Any,
     ) -> None:
-        if not os.fspath(store):
+        if not (address := path_text(store, "store")):
             raise InputError("store='' is no place for packages; name a folder or an address")
         for name, count in (("threads", threads), ("torch_threads", torch_threads)):
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise InputError(f"{name}={count!r}; expected a number of threads: 1 or more")
-        self._model, self._options = os.fspath(model), {"store": os.fspath(store), **options}
+        self._model, self._options = path_text(model, "model"), {"store": address, **options}
         self._column, self._prefix, self._threads = column, prefix, threads
         self._making = Making(tenant_name(tenant), codec, max_tokens, batch)
         # The thread count of a CPU is part of how features are made: workers that should make equal

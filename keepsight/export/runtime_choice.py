@@ -39,7 +39,7 @@ from keepsight.models import loading
 from keepsight.runtimes.load import refuse_options
 from keepsight.runtimes.manifest import is_export, read
 from keepsight.system import digests
-from keepsight.system.places import expanded
+from keepsight.system.places import expanded, path_text
 from keepsight.system.words import TORCH_WEIGHTS, check_export_place, check_together
 from keepsight.vlm import VLM
 
@@ -74,7 +74,7 @@ def load(
     `weights="int8"`: eight bits for decoder and head; `"int4"`: four bits, in an export. `tell` is
     called with a line of text before each long step.
     """
-    name = os.fspath(name)
+    name = path_text(name, "the model's name")
     if device is not None and device_map is not None:
         raise InputError("device= and device_map= are two names of one option; give one of them")
     check_together(runtime, weights)
@@ -95,7 +95,7 @@ def load(
     if runtime in (None, "torch"):
         return vlm.load(name, revision=revision, weights=weights, **how)
     store = options.get("store")
-    store = os.fspath(os.environ.get("KEEPSIGHT_STORE", "") if store is None else store)
+    store = path_text(os.environ.get("KEEPSIGHT_STORE", "") if store is None else store, "store")
     check_export_place(runtime, weights, store)
     because = "it was asked for"
     if runtime == "auto":

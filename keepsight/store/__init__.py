@@ -45,7 +45,7 @@ def open_store(
     `budget` limits the bytes of the folder, `quota` those of one tenant in it, and `waiting` those
     of data waiting in memory to be written, per store.
     """
-    places = [os.fspath(place) for place in (address, remote) if place is not None]
+    places = [os.fspath(place) for place in (address, remote) if place]
     if not places:
         raise InputError("which store? give a folder, or an address such as s3://bucket/name")
     if remote is not None and "://" not in remote:

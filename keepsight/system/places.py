@@ -31,10 +31,18 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
 }
 
 
+def path_text(path: str | os.PathLike[str], what: str = "the path") -> str:
+    """The text of a path or an address."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise InputError(f"{what} is {path!r:.80}, expected a path or an address") from None
+
+
 def expanded(path: str | os.PathLike[str]) -> Path:
     """The path, with a home folder in the place of `~` or `~name`."""
     try:
-        return Path(path).expanduser()
+        return Path(path_text(path)).expanduser()
     except RuntimeError:
         raise InputError(
             f"{path}: there is no home folder that ~ stands for; write the path in full"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,3 +323,19 @@ def test_a_path_is_as_good_as_the_package(tmp_path: Path) -> None:
             vlm.ask("nothing.sight", "What is it?")
     with pytest.raises(InputError, match="two names of one option"):
         ks.load("demo", device="cpu", device_map="cpu")
+
+
+def test_what_is_no_path_is_refused_by_name(tmp_path: Path) -> None:
+    package = Package.load(TINY)
+    assert equal(Package.load(os.fsencode(TINY)), package)  # type: ignore[arg-type]
+    wrong: Any = None
+    for call in (
+        lambda: package.save(wrong),
+        lambda: Package.load(wrong),
+        lambda: ks.load(wrong),
+        lambda: ks.load("demo", store=wrong or 3),
+        lambda: ks.Encoder("demo", store=wrong),
+        lambda: ks.Encoder(wrong, store=tmp_path),
+    ):
+        with pytest.raises(InputError, match="expected a path or an address"):
+            call()
