@@ -15,7 +15,7 @@ from keepsight.encode.items import Item, ReadOptions
 from keepsight.encode.places import Encoded, Making, Place, ToFiles, ToStore
 from keepsight.encode.run import run
 from keepsight.encode.sources import SourcePiece, Sources, SourceScan, count, find, items
-from keepsight.system.words import parse_shard
+from keepsight.system.words import check_count, parse_shard
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -59,6 +59,7 @@ def encode(
     """
     reading = ReadOptions(column, dpi, fps)
     reading.check()
+    check_count(threads, "threads", "threads")
     part = parse_shard(shard)
     found = find(sources, column)
     place = place_of(vlm, files, tenant=tenant, codec=codec, max_tokens=max_tokens, batch=batch)

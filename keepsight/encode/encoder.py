@@ -22,6 +22,7 @@ from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.media.sources import open_source
 from keepsight.system.places import path_text
+from keepsight.system.words import check_count
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -55,9 +56,8 @@ class Encoder:
     ) -> None:
         if not (address := path_text(store, "store")):
             raise InputError("store='' is no place for packages; name a folder or an address")
-        for name, count in (("threads", threads), ("torch_threads", torch_threads)):
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise InputError(f"{name}={count!r}; expected a number of threads: 1 or more")
+        check_count(threads, "threads", "threads")
+        check_count(torch_threads, "torch_threads", "threads")
         self._model, self._options = path_text(model, "model"), {"store": address, **options}
         self._column, self._prefix, self._threads = column, prefix, threads
         self._making = Making(tenant_name(tenant), codec, max_tokens, batch)

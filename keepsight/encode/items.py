@@ -38,8 +38,9 @@ class ReadOptions:
     def check(self) -> None:
         """Refuse impossible values by name."""
         check_dpi(self.dpi)
-        if self.fps is not None and not 0 < self.fps <= 1000:
-            raise InputError(f"fps={self.fps}; expected frames per second, up to 1000")
+        fps = 1 if self.fps is None else self.fps
+        if not isinstance(fps, int | float) or not 0 < fps <= 1000:
+            raise InputError(f"fps={self.fps!r}; expected frames per second, up to 1000")
 
 
 class At(NamedTuple):

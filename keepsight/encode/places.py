@@ -37,7 +37,7 @@ from keepsight.store import About
 from keepsight.store.contract import Name
 from keepsight.system import digests, private_files
 from keepsight.system.places import expanded
-from keepsight.system.words import check_codec
+from keepsight.system.words import check_codec, check_count
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -90,8 +90,7 @@ class Making:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(f"max_tokens={self.max_tokens}; expected at least 1")
+        check_count(self.max_tokens, "max_tokens", "tokens")
         check_codec(self.codec)
 
 

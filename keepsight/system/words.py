@@ -90,17 +90,23 @@ def check_codec(name: str) -> None:
         raise InputError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}")
 
 
+def check_count(count: int | None, name: str, of: str) -> None:
+    """Refuse a count below 1, and what is no count."""
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise InputError(f"{name}={count!r}; expected a number of {of}: 1 or more")
+
+
 def check_dpi(dpi: int) -> None:
     """Refuse a resolution of PDF pages that is too small to read, or takes too much memory."""
-    if not 18 <= dpi <= 1200:
-        raise InputError(f"dpi={dpi}; expected 18 to 1200 dots an inch")
+    if not isinstance(dpi, int) or not 18 <= dpi <= 1200:
+        raise InputError(f"dpi={dpi!r}; expected 18 to 1200 dots an inch")
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:
     """`"2/8"`: the second of eight machines that share the work."""
     if text is None:
         return None
-    number, slash, count_ = text.partition("/")
+    number, slash, count_ = str(text).partition("/")
     if slash and number.isdecimal() and count_.isdecimal() and 1 <= int(number) <= int(count_):
         return int(number), int(count_)
     raise InputError(f"shard {text!r}; expected i/n with i from 1 to n, such as 2/8")

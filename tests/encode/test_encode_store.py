@@ -216,7 +216,15 @@ def test_one_path_is_one_source(vlm: Any, photos: Path) -> None:
 def test_what_cannot_be_is_refused_by_name(
     vlm: Any, photos: Path, demo_parts: dict[str, Any]
 ) -> None:
-    for wrong, said in (({"max_tokens": 0}, "max_tokens=0"), ({"codec": "zip"}, "no codec 'zip'")):
+    for wrong, said in (
+        ({"max_tokens": 0}, "max_tokens=0; expected a number of tokens"),
+        ({"max_tokens": "9"}, "max_tokens='9'"),
+        ({"threads": "2"}, "threads='2'"),
+        ({"dpi": "a"}, "dpi='a'"),
+        ({"fps": "a"}, "fps='a'"),
+        ({"shard": (1, 2)}, r"shard \(1, 2\); expected i/n"),
+        ({"codec": "zip"}, "no codec 'zip'"),
+    ):
         with pytest.raises(InputError, match=said):
             encode([photos], vlm, **wrong)
     for wrong in (None, 3, vlm, b"photos", [picture(1)]):
