@@ -119,8 +119,9 @@ class Package:
         tensorfile.save(path, KIND, FORMAT, self.stored, self.record())
         return path
 
-    def on(self, device: torch.device) -> Package:
+    def on(self, device: torch.device | str) -> Package:
         """The package with its features on a device; itself if they are there."""
+        device = torch.device(device)
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
         return replace(self, tensors=to_devices(self.tensors, lambda name: device))

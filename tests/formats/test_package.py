@@ -327,6 +327,7 @@ def test_a_path_is_as_good_as_the_package(tmp_path: Path) -> None:
 
 def test_what_is_no_path_is_refused_by_name(tmp_path: Path) -> None:
     package = Package.load(TINY)
+    assert package.on("cpu") is package and package.on("meta").tensors["features"].is_meta
     assert equal(Package.load(os.fsencode(TINY)), package)  # type: ignore[arg-type]
     wrong: Any = None
     for call in (
