@@ -166,7 +166,7 @@ class PackageDataset(Dataset[Loaded]):
 
     def _package(self, place: PackageLocation) -> Package:
         if place.package is not None:
-            return place.package
+            return place.package.copied()  # what changes a batch must not reach the next
         if place.path is not None:
             package = Package.load(place.path)  # every byte is checked
         else:

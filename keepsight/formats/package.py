@@ -126,6 +126,10 @@ class Package:
             return self
         return replace(self, tensors=to_devices(self.tensors, lambda name: device))
 
+    def copied(self) -> Package:
+        """The package with tensors of its own, which no change of the others reaches."""
+        return replace(self, tensors={name: one.clone() for name, one in self.tensors.items()})
+
     def to_vllm(self) -> Record:
         """The `multi_modal_data` of a vLLM request with this image (several: `engines.to_vllm`)."""
         return engine_inputs.to_vllm([self])

@@ -441,14 +441,11 @@ class Vision:
 
     def handed_out(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
         """The package of a medium, for a caller who may do with it what he likes."""
-        package, _ = self.package(medium, beside=beside)
         # A copy: the caller's changes must not reach other answers.
-        tensors = {name: tensor.clone() for name, tensor in package.tensors.items()}
+        package = self.package(medium, beside=beside)[0].copied()
         if isinstance(medium.recall, Package):
-            return dataclasses.replace(package, tensors=tensors)
-        given = dataclasses.replace(
-            package, tensors=tensors, layout=medium.layout, grid=medium.grid
-        )
+            return package
+        given = dataclasses.replace(package, layout=medium.layout, grid=medium.grid)
         self._caches.given.put(self._tenant, package.feature_id, _content(given))
         return given
 

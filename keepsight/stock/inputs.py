@@ -44,7 +44,8 @@ def stock_inputs(
     more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
     inputs |= {name: tensor.to(device) for name, tensor in more.items()}
     if prompt.media and features:
-        parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
+        # Copies: the caller may change his inputs in place.
+        parts = [(vision.package(m)[0].copied(), 0, m.tokens) for m in prompt.media]
         inputs |= _repeatable(family, parts, ids)
     return inputs
 

@@ -5,6 +5,7 @@ What is compared with is always the stock forward with pixels, on the same batch
 
 from __future__ import annotations
 
+import copy
 import pickle
 import runpy
 from pathlib import Path
@@ -261,6 +262,30 @@ def test_the_curves_of_the_example_are_the_same(
     capsys.readouterr()
     example["show"]({**both, "untaught": untaught})
     assert "the losses are the same" in capsys.readouterr().out
+
+
+def zeroed(value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value.zero_()
+    else:
+        inner = value if isinstance(value, list | tuple) else vars(value).values()
+        for part in filter(lambda part: part is not None, inner):
+            zeroed(part)
+
+
+def test_changes_of_a_batch_reach_nothing_else() -> None:
+    """Nor those of inputs for stock `generate`."""
+    model, processor = build("qwen3_vl")
+    with ks.wrap(model, processor) as vlm:
+        vlm.encode(pictures())
+        data = PackageDataset(vlm, records())
+        given = [batch_of(data), vlm.inputs(records()[0][0])]
+        kept = copy.deepcopy([inputs["mm_encoder_outputs"]["image"] for inputs in given])
+        for inputs in given:
+            zeroed(inputs["mm_encoder_outputs"]["image"])
+        again = [batch_of(data), vlm.inputs(records()[0][0])]
+        for inputs, true in zip(again, kept, strict=True):
+            assert _same(vars(inputs["mm_encoder_outputs"]["image"]), vars(true))
 
 
 # -- workers -------------------------------------------------------------------------------------
