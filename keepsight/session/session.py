@@ -21,6 +21,7 @@ from keepsight.core.order import Order
 from keepsight.core.runtime import Runtime
 from keepsight.core.signatures import shows
 from keepsight.errors import InputError
+from keepsight.formats.package import Package
 from keepsight.kinds import Answering, Asking, AskOptions, Generating, Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.live import Frames
@@ -165,7 +166,9 @@ class Session:
 
     def kept(self, medium: Medium) -> Medium:
         """An image with what was given for it, whatever becomes of its file or its owner's
-        pixels."""
+        pixels or features."""
+        if isinstance(medium.recall, Package):
+            medium = replace(medium, recall=medium.recall.copied())
         if medium.opened is None:
             return medium
         kept = self.runtime.caches.kept.keep(self.tenant, medium.opened)

@@ -62,6 +62,16 @@ def test_a_session_keeps_what_it_was_given(dense: Any, tmp_path: Path, form: str
     assert (tmp_path / "again.keep").stat().st_size == (tmp_path / "talk.keep").stat().st_size
 
 
+def test_a_session_keeps_the_features_of_a_package(dense: Any) -> None:
+    """A change of the caller's tensors would enter the memory under the name of the true ones."""
+    package, chat = dense.encode(picture(1)), dense.session()
+    first = chat.ask("What is it?", package, max_new_tokens=4)
+    package.tensors["features"].zero_()
+    dense.clear()
+    assert chat.regenerate(max_new_tokens=4).tokens == first.tokens
+    assert dense.ask(picture(1), "What is it?", max_new_tokens=4).tokens == first.tokens
+
+
 def test_a_prefix_keeps_what_it_was_given_and_says_so(dense: Any, tmp_path: Path) -> None:
     path = save(picture(1), tmp_path / "a.png")
     with dense.prefix([turn("Look!", path)]) as prefix:
