@@ -61,8 +61,9 @@ def _pin_features(
     for medium in media:
         before = vision.is_pinned(medium)
         package, _ = vision.package(medium)
-        if pinned and not packages.has(tenant, package.feature_id):
-            packages.put_pinned(tenant, package.feature_id, package)
+        # Not under the name that a package claims: a caller's has another until it is proved.
+        if pinned and not packages.has(tenant, medium.feature_id):
+            packages.put_pinned(tenant, medium.feature_id, package.copied())
         if pinned and not before:
             undo.callback(_locked, runtime, vision.pin, medium, False)
         vision.pin(medium, pinned)

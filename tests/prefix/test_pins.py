@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.model_parts import picture
 from support.models import demo_parts
 
@@ -60,6 +61,21 @@ def test_what_is_pinned_stays_in_memory(name: str) -> None:
         vlm.runtime.tree.evict(1 << 40)
         assert vlm.explain(conversation(1)).cached_tokens == 0
         vlm.runtime.tree.check()
+
+
+def test_a_package_that_is_pinned_answers_for_no_picture(tmp_path: Path) -> None:
+    """Its tensors may be others than its name says, or become so."""
+    with load("demo") as vlm:
+        true = vlm.encode(picture(1))
+    true.save(tmp_path / "a.sight")
+    with load("demo") as vlm:
+        package = ks.Package.load(tmp_path / "a.sight")
+        package.tensors["features"].zero_()
+        vlm.pin(package)
+        found = vlm.encode(picture(1)).tensors["features"]
+        assert torch.equal(found, true.tensors["features"])
+        vlm.pin(package, False)
+        assert vlm.stats()["features"]["encoded"] == 1
 
 
 def test_what_is_pinned_stays_on_disk(name: str, tmp_path: Path) -> None:
