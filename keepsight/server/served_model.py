@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from keepsight.core.structured import thoughts
 from keepsight.kinds import Record
+from keepsight.prompt.lengths import context_length
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.forms import CallSyntax
 from keepsight.server.media import ImageSizes
@@ -38,6 +39,7 @@ class ServedModel:
         renderer = vlm.runtime.renderer
         self.template = renderer.template if renderer is not None else ""
         self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
+        self._longest = context_length(vlm.model)
         self.thinks = thoughts.thinks(self.template)
         added = self.tokenizer.added_tokens_decoder.values()
         own = {CALL, CALL_END} & {token.content for token in added}
@@ -104,7 +106,7 @@ class ServedModel:
 
     def as_json(self) -> Record:
         made = {"id": self.name, "object": "model", "created": self._created}
-        return {**made, "owned_by": "keepsight"}
+        return {**made, "owned_by": "keepsight", "max_model_len": self._longest}
 
 
 def _beginning(body: Rendering) -> dict[str, bool]:

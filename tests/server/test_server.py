@@ -328,7 +328,10 @@ def test_a_salt_hides_what_was_seen(server: Live) -> None:
 
 def test_models_health_metrics_schema(server: Live, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").owned_by == "keepsight"
+    model = client.models.retrieve("demo")
+    assert model.owned_by == "keepsight"
+    # vLLM's name, which clients read.
+    assert model.to_dict()["max_model_len"] == 32768
     assert server.call("/health")[1] == {"status": "ok"}
     server.chat({"messages": asked(scene(11)), "max_tokens": 1})
     before = _metrics(server)
