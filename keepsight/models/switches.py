@@ -28,6 +28,7 @@ ANYWHERE: Record = {
     "cudnn_sdp_enabled": True,
     "overrideable_sdp_enabled": True,
     "fa3_sdp_enabled": False,
+    "fa4_sdp_enabled": False,
     "math_sdp_allow_fp16_bf16_reduction": False,
     "mkldnn_enabled": True,
     "mkldnn_deterministic": False,
@@ -46,6 +47,7 @@ ON_CUDA: Record = {
     "cublas_allow_fp16_reduced_precision_reduction": (True, True),
     "cublas_allow_fp16_accumulation": False,
     "cublas_allow_tf32": False,
+    "cublaslt_prefer_grouped_gemm": False,
     "blas_preferred_backend": "_BlasBackend.Cublas",
     "rocm_fa_preferred_backend": "_ROCmFABackend.Default",
     "sm_carveout_experimental": None,
@@ -55,6 +57,8 @@ ON_CUDA: Record = {
     "cudnn_depthwise_kernel": "auto",
     "cudnn_allow_tf32": True,
     "miopen_immediate": False,
+    "native_aot_enabled": True,
+    "native_aot_unconditional_masked": False,
 }
 # (backend, operation) -> the precision that "none" means in a new process.
 _PRECISIONS: dict[tuple[str, str], str] = {

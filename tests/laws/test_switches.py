@@ -180,8 +180,8 @@ _HARMLESS = """
     caught_jit_exception_class_name caught_jit_exception_original_msg cpu_capability
     cudnn_batch_norm_reserve_space_size default_device dtensor_allow_implicit_replication
     file_format graph_exec_group graph_executor_optimize max_operator_version operator_version_map
-    privateuse1_backend_name thread_name torch_function_state tracing_state upgraders_entry_map
-    upgraders_map_size value_trace version_calculator_flag warnAlways
+    privateuse1_backend_name symbolize_mode thread_name torch_function_state tracing_state
+    upgraders_entry_map upgraders_map_size value_trace version_calculator_flag warnAlways
 """
 
 

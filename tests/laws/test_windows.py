@@ -14,7 +14,8 @@ def refuse(*arguments, **options):
     raise RuntimeError("importing must not open the network")
 
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
-import fastapi, torch, transformers.modeling_utils  # what they need on this system is theirs
+# What they need on this system is theirs.
+import fastapi, torch, transformers.masking_utils, transformers.modeling_utils
 
 for name in ("fcntl", "pwd", "grp", "resource", "termios"):
     sys.modules[name] = None
