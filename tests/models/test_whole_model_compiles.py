@@ -52,7 +52,7 @@ WAYS = ("pixels", "features", "step", "export", "export features")  # columns in
 WINDOWED = {"qwen2_5_vl", "qwen2_5_omni_thinker"}
 _EMPTY = "Could not guard on data-dependent expression"
 CANNOT: dict[tuple[str, str], str] = {
-    ("pixels", "ernie4_5_vl_moe"): "trace builtin operator `range`",
+    ("pixels", "ernie4_5_vl_moe"): "trace builtin operator `range`|Data-dependent branching",
     ("features", "ernie4_5_vl_moe"): "Data-dependent branching",
     ("export", "ernie4_5_vl_moe"): "Could not extract specialized integer",
     ("export features", "ernie4_5_vl_moe"): _EMPTY,
