@@ -98,11 +98,22 @@ def test_a_client_for_python(server: Live, name: str) -> None:
     assert "ok:" in out
 
 
-@pytest.mark.parametrize("name", NODE)
-def test_a_client_for_node(server: Live, name: str) -> None:
+def in_node(server: Live, environment: str, script: Path, *words: str) -> str:
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("there is no node, or no npm")
-    make = ["npm", "install", "--no-audit", "--no-fund", "--prefix", ".", *NODE[name]]
-    folder = installed(name.partition(".")[0] + "_node", NODE[name], make)
-    shutil.copy(SCRIPTS / name, folder)
-    assert "ok:" in run(server, ["node", name], folder)
+    make = ["npm", "install", "--no-audit", "--no-fund", "--prefix", ".", *NODE[environment]]
+    folder = installed(environment.partition(".")[0] + "_node", NODE[environment], make)
+    shutil.copy(script, folder)
+    return run(server, ["node", script.name, *words], folder)
+
+
+@pytest.mark.parametrize("name", NODE)
+def test_a_client_for_node(server: Live, name: str) -> None:
+    assert "ok:" in in_node(server, name, SCRIPTS / name)
+
+
+def test_the_example_for_node(server: Live) -> None:
+    examples = ROOT / "examples"
+    picture = str(examples / "picture.png")
+    said = in_node(server, "openai_client.mjs", examples / "chat.mjs", picture)
+    assert said.count("A small green triangle in the center on a black background.") == 2

@@ -1,7 +1,6 @@
-"""`keepsight serve` as people meet it: command line, examples, curl, Node, a closing server.
+"""`keepsight serve` as people meet it: command line, examples, curl, a closing server.
 
-Node's client is installed once under `build/`, which git ignores; where that cannot be done the
-test says why it is skipped.
+The example for Node is tested with other people's clients (`make test-clients`).
 """
 
 from __future__ import annotations
@@ -62,27 +61,6 @@ def test_the_agents_loop_computes_only_what_is_new(server: Live) -> None:
 def test_the_curl_example(server: Live) -> None:
     reply = json.loads(run(server, "sh", str(EXAMPLES / "chat.sh"), PICTURE))
     assert "green triangle" in reply["choices"][0]["message"]["content"]
-
-
-def node_modules() -> Path:
-    """Where `openai` for Node is, installed now if it is not."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("there is no node, or no npm")
-    folder = ROOT / "build" / "node"
-    if not (folder / "node_modules" / "openai").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), "openai"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        if done.returncode != 0:
-            pytest.skip(f"npm install openai failed: {done.stderr[-200:]}")
-    return folder / "node_modules"
-
-
-def test_the_node_example(server: Live, tmp_path: Path) -> None:
-    (tmp_path / "node_modules").symlink_to(node_modules())
-    shutil.copy(EXAMPLES / "chat.mjs", tmp_path)
-    out = run(server, "node", str(tmp_path / "chat.mjs"), PICTURE)
-    assert out.count("A small green triangle in the center on a black background.") == 2
 
 
 # -- the command -------------------------------------------------------------------------------
