@@ -4,6 +4,7 @@
     python -m demo.smol.train tower --assets ASSETS --out RUN --minutes 8
     python -m demo.smol.train chats --assets ASSETS --model FOLDER-OF-GGUF
     python -m demo.smol.train talk  --assets ASSETS --out RUN --minutes 15 --model FOLDER-OF-GGUF
+    python -m demo.smol.train speech --assets ASSETS --out RUN --minutes 60 --model FOLDER-OF-GGUF
 
 Each stage stops by itself when its minutes are spent, on a GPU or on a CPU, and goes on from its
 checkpoint when it is started again. The learning rate follows the minutes: `--now N` ends this call
@@ -352,14 +353,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("tower", "chats", "talk"))
+    parser.add_argument("stage", choices=("tower", "chats", "talk", "speech"))
     parser.add_argument("--assets", required=True)
     parser.add_argument("--out", default="build/smol")
     parser.add_argument(
         "--parts", default="", help="Folder for the weights in bfloat16; OUT/parts."
     )
     parser.add_argument(
-        "--start", default="", help="Folder with such weights, to begin the talk from."
+        "--start", default="", help="Folder with such weights, to begin the talk or speech from."
     )
     parser.add_argument(
         "--model", default="", help="Folder with the GGUF; without it random weights of its shape."
@@ -377,6 +378,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=-1, help="Stop here, for a trial.")
     parser.add_argument("--tests", type=int, default=8, help="Batches of the test at the end.")
     parser.add_argument(
+        "--share", type=float, default=0.3, help="Of what speech learned, that is kept."
+    )
+    parser.add_argument(
         "--deep", type=int, default=30, help="Layers of the language model, for a trial."
     )
     parser.add_argument("--eager", action="store_true", help="Do not compile.")
@@ -384,6 +388,11 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if args.stage == "chats":
         plain_chats.make(Path(args.assets), Path(args.model))
+        return
+    if args.stage == "speech":
+        from demo.smol import speech  # which needs this file
+
+        speech.train(args)
         return
     gpu = torch.cuda.is_available()
     args.batch = args.batch or {"tower": 256 if gpu else 16, "talk": 64 if gpu else 16}[args.stage]

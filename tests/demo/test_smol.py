@@ -22,9 +22,10 @@ from support.models import turn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import keepsight as ks
-from demo.smol import chats
+from demo.smol import chats, speech
 from demo.smol.export import packed
 from demo.smol.measure import PLAIN
+from demo.smol.model import Speaker, Tower, read_gguf
 from keepsight.errors import KeepsightError, MissingExtra, ModelError
 from keepsight.models import demo_smol as smol
 
@@ -216,6 +217,34 @@ def test_drafts_are_accepted_in_real_text(vlm: ks.VLM) -> None:
     used = said.usage
     assert used.drafted_tokens > 0
     assert used.accepted_tokens >= used.drafted_tokens // 3
+
+
+@weights
+@pytest.mark.slow
+@torch.no_grad()
+def test_what_is_trained_is_what_transformers_runs(vlm: ks.VLM) -> None:
+    eyes, adapter = speech.shipped()
+    tower = Tower()
+    tower.load_state_dict(eyes)
+    base = read_gguf(smol.installed().parent)
+    speaker, learner = Speaker(base), speech.Learner(base, adapter, on=False)
+    speaker.load_state_dict(adapter)
+    prompt = vlm.processor.apply_chat_template(
+        [turn("What is in the picture?", scene())], add_generation_prompt=True
+    )
+    inputs = vlm.processor(text=prompt, images=[scene()], return_tensors="pt")
+    wanted = vlm.model(**inputs).logits[0]
+    tokens = tower.tokens(tower.patches(inputs["pixel_values"][0]))
+    ids = inputs["input_ids"]
+    unit = {"ids": ids, "position": torch.arange(ids.shape[1])[None], "group": ids * 0}
+    for logits in (
+        speaker.logits(speaker(ids, tokens, unit["position"], unit["group"]))[0],
+        learner.logits(learner(unit, tokens))[0],
+    ):
+        near = torch.cosine_similarity(logits.float(), wanted, dim=-1)
+        assert float(near.min()) > 0.98  # they compute in bfloat16
+    alone = learner.logits(learner(unit, tokens, adapted=False))[0]
+    assert float(torch.cosine_similarity(alone, wanted, dim=-1).min()) < 0.9
 
 
 @weights
