@@ -3,10 +3,12 @@
 In plain talk the model learns the probabilities that SmolLM2 itself has for its own answers. In
 talk about pictures, and where a picture is asked for and there is none, it learns the right
 answers, as in the stage before. It goes on from what ships in the package, or from `--start`. Of
-the way that it goes, a share is kept (`--share`): all of it costs answers about pictures.
+the way that it goes, a share is kept (`--share`): all of it costs answers about pictures. The
+result lies in OUT/spoken, so that a run that goes on still has what it began with.
 
-Written for processors with fast products of bfloat16: every pass has as many rows of as many
-tokens, a layer is compiled, and matrices that read the same input are joined.
+It runs on the processor, also beside a GPU, and is written for fast products of bfloat16: every
+pass has as many rows of as many tokens, a layer is compiled, and matrices that read the same input
+are joined.
 """
 
 import argparse
@@ -235,16 +237,18 @@ def train(args: argparse.Namespace) -> None:
         hidden = torch.cat([_of_smollm2(learner, plain, row, theirs) for row in rows])
         losses = lesson(learner, {n: plain[n][rows] for n in FIELDS}, hidden, *seen.next(ROWS))
         step_on(losses["plain"] + losses["say"], opt, clock.rate(step, 50))
-        mean = {n: mean.get(n, float(v)) * 0.95 + float(v) * 0.05 for n, v in losses.items()}
+        now = {n: float(v.detach()) for n, v in losses.items()}
+        mean = {n: mean.get(n, v) * 0.95 + v * 0.05 for n, v in now.items()}
         step += 1
         if step % args.every == 0:
             run.log(f"step {step}: " + ", ".join(f"{n} {value:.3f}" for n, value in mean.items()))
     run.save({"learner": learner}, opt, step, clock.spent())
-    save_parts({**tower.state_dict()}, run.parts, "tower")
+    parts = run.out / "spoken"
+    save_parts({**tower.state_dict()}, parts, "tower")
     with torch.no_grad():
         for name, value in learner.state_dict().items():
             value.copy_(torch.lerp(adapter[name], value, args.share))
-    save_parts({**learner.state_dict(), "extra": learner.extra}, run.parts, "adapter")
+    save_parts({**learner.state_dict(), "extra": learner.extra}, parts, "adapter")
     run.log(f"saved at step {step}, {args.share} of the way; {begun(learner, fifty)}")
 
 
