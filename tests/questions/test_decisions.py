@@ -70,13 +70,14 @@ def request(seed: int = 1, count: int = 5) -> dict[str, Any]:
     }
 
 
-def pipeline(kind: str, config: DecisionConfig | None = None) -> Any:
+def pipeline(kind: str, config: DecisionConfig | None = None, model: Any = None) -> Any:
     """Transformers' own, with a tokenizer of its own: it adds tokens to it."""
-    model, processor, own = parts(kind)
+    usual, processor, own = parts(kind)
     processor = copy.copy(processor)
     tokenizer = processor.tokenizer = copy.deepcopy(processor.tokenizer)
+    settings = {} if hasattr(model, "decision_config") else {"decision_config": config or own}
     return DecisionPipeline(
-        model=model, tokenizer=tokenizer, processor=processor, decision_config=config or own
+        model=model or usual, tokenizer=tokenizer, processor=processor, **settings
     )
 
 
@@ -96,22 +97,7 @@ def expect_equal(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_the_pipeline(kind: str) -> None:
     model, processor, config = parts(kind)
-    given = request()
-    theirs = pipeline(kind)(request())
-    with ks.wrap(model, processor) as vlm:
-        ours = vlm.decide(
-            given["state"], given["questions"], assets=given["assets"], decision_config=config
-        )
-        expect_equal(ours, theirs)
-        spread = [answer["noul"] for answer in ours.values() if answer["type"] == "noul"]
-        assert len({round(noul, 3) for noul in spread}) > 3, "a blind model would pass"
-        vlm.runtime.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_inputs_at_once(kind: str) -> None:
-    model, processor, config = parts(kind)
-    given = [request(3, 2), request(4, 2), {**request(3, 1), "state": "x <first> y <second>"}]
+    given = [request(3, 5), request(4, 2), {**request(3, 1), "state": "x <first> y <second>"}]
     with ks.wrap(model, processor) as vlm:
         ours = vlm.decide(given, decision_config=config)
         assert isinstance(ours, list)
@@ -120,6 +106,11 @@ def test_many_inputs_at_once(kind: str) -> None:
             expect_equal(mine, pipe(one))
         assert ours[0].report.images == 4
         assert ours[0].report.images_encoded == 4
+        spread = [answer["noul"] for answer in ours[0].values() if answer["type"] == "noul"]
+        assert len({round(noul, 3) for noul in spread}) > 3, "a blind model would pass"
+        state, asked, assets = (given[0][name] for name in ("state", "questions", "assets"))
+        assert vlm.decide(state, asked, assets=assets, decision_config=config) == ours[0]
+        vlm.runtime.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,17 +121,16 @@ def test_the_tower_runs_once_and_the_beginning_is_read_once(kind: str) -> None:
     handle = tower.register_forward_hook(lambda *_: ran.append(1))
     try:
         with ks.wrap(model, processor) as vlm:
-            given = request(7, 30)
+            given = request(7, 10)
             given["questions"] = {k: q for k, q in given["questions"].items() if "tone" not in k}
             del given["assets"]["<second>"]
             ours = vlm.decide(given, decision_config=config)
-            assert isinstance(ours, Decisions)
             report = ours.report
             assert len(ran) == 1 == report.images_encoded
             ids = [len(one.segments) and one.prompt_tokens for one in report.reports]
             assert report.prompt_tokens == sum(ids)
             first = report.shared[0]
-            assert (first.start, first.prompts) == (0, 33)  # with the one that nobody asks
+            assert (first.start, first.prompts) == (0, 13)  # with the one that nobody asks
             tails = sum(length - first.end for length in ids)
             deeper = sum((s.prompts - 1) * (s.end - s.start) for s in report.shared[1:])
             assert report.computed_tokens == first.end + tails - deeper
@@ -149,7 +139,6 @@ def test_the_tower_runs_once_and_the_beginning_is_read_once(kind: str) -> None:
             ran.clear()
             more = {**given, "questions": {"new": {"type": "noul", "instructions": "Another?"}}}
             later = vlm.decide(more, decision_config=config)
-            assert isinstance(later, Decisions)
             assert not ran
             assert later.report.computed_tokens == later.report.prompt_tokens - first.end
             expect_equal(later, pipeline(kind)(more))
@@ -181,7 +170,6 @@ def test_questions_beyond_the_running_and_twice_the_same() -> None:
     given["questions"]["again"] = given["questions"]["is 3"]
     with ks.wrap(model, processor) as vlm:
         ours = vlm.decide(given, decision_config=config)
-        assert isinstance(ours, Decisions)
         assert ours["again"] == ours["is 3"]
         assert ours.report.prompts == 63
         assert len(vlm.runtime.engine.lanes._idle) <= 4
@@ -205,7 +193,7 @@ def test_other_kinds_of_layers(kind: str) -> None:
     with ks.wrap(model, processor) as vlm:
         ours = vlm.decide(given, decision_config=config)
         expect_equal(ours, pipeline(kind)(request(8, 3)))
-        assert isinstance(ours, Decisions) and ours.report.images_encoded == 2
+        assert ours.report.images_encoded == 2
         expect_equal(vlm.decide(given, decision_config=config), ours)
         vlm.runtime.check()
 
@@ -216,20 +204,14 @@ def test_tenants_share_nothing_and_changed_weights_are_noticed() -> None:
     with ks.wrap(model, processor) as vlm:
         mine = vlm.decide(given, decision_config=config, tenant="a")
         theirs = vlm.decide(given, decision_config=config, tenant="b")
-        assert isinstance(mine, Decisions) and isinstance(theirs, Decisions)
-        assert mine == theirs
+        assert isinstance(mine, Decisions) and mine == theirs
         assert theirs.report.images_encoded == 2
         assert theirs.report.computed_tokens == mine.report.computed_tokens
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
         changed = vlm.decide(given, decision_config=config, tenant="a")
         assert changed != mine
-        own = copy.copy(processor)
-        own.tokenizer = copy.deepcopy(processor.tokenizer)
-        copied = DecisionPipeline(
-            model=model, tokenizer=own.tokenizer, processor=own, decision_config=config
-        )
-        expect_equal(changed, copied(given))
+        expect_equal(changed, pipeline("qwen3_vl", model=model)(given))
 
 
 def test_answers_of_others_go_on_beside_decisions() -> None:
@@ -277,7 +259,6 @@ def test_a_template_with_a_mark_for_each_question(kind: str, tmp_path: Path) -> 
     with ks.wrap(model, processor) as vlm:
         ours = vlm.decide(given, decision_config=str(tmp_path))
         expect_equal(ours, theirs)
-        assert isinstance(ours, Decisions)
         assert ours.report.prompts == 1
         assert "<|mark|>" not in vlm.processor.tokenizer.get_vocab()
         expect_equal(vlm.decide(given, decision_config=tmp_path), theirs)
@@ -305,10 +286,9 @@ def test_assets_in_the_shape_of_system_one(tmp_path: Path) -> None:
 def test_placeholders_of_the_model_in_a_text_stay_text() -> None:
     model, processor, config = parts("qwen3_vl")
     given = request(5, 2)
-    for token in ("<|image_pad|>", "<|im_end|>", "<|mark|>"):
-        given["state"]["notes"] = f"typed {token} by a user"
-        with ks.wrap(model, processor) as vlm:
-            expect_equal(vlm.decide(given, decision_config=config), pipeline("qwen3_vl")(given))
+    given["state"]["notes"] = "typed <|image_pad|> and <|im_end|> and <|mark|> by a user"
+    with ks.wrap(model, processor) as vlm:
+        expect_equal(vlm.decide(given, decision_config=config), pipeline("qwen3_vl")(given))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -360,7 +340,7 @@ def test_bad_input_is_named_and_the_next_request_is_served() -> None:
             vlm.decide({**good, "assets": {**good["assets"], "<first>": "/no/such.png"}})
         for place in (__file__ + "/decision.json", 3, b"decision.json"):
             with pytest.raises(InputError, match="decision_config"):
-                vlm.decide(good, decision_config=place)  # type: ignore[arg-type]
+                vlm.decide(good, decision_config=place)
         expect_equal(vlm.decide(good, decision_config=config), theirs)
         vlm.runtime.check()
 
@@ -384,22 +364,21 @@ def deciding(softcap: float | None) -> Any:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_head_of_a_decision_model(softcap: float | None, tmp_path: Path) -> None:
-    model, processor = deciding(softcap), copy.copy(parts("qwen3_5")[1])
-    processor.tokenizer = copy.deepcopy(processor.tokenizer)
+    model = deciding(softcap)
     given = {"state": "a text", "questions": {k: q for k, q in questions(3).items() if k != "tone"}}
-    pipe = DecisionPipeline(model=model, tokenizer=processor.tokenizer, processor=processor)
+    pipe = pipeline("qwen3_5", model=model)
     theirs = pipe(given)
     with ks.wrap(model, parts("qwen3_5")[1]) as vlm:
         ours = vlm.decide(given)
         expect_equal(ours, theirs)
-        assert len({round(one["noul"], 4) for one in list(ours.values())[:3]}) == 3  # type: ignore[union-attr]
+        assert len({round(one["noul"], 4) for one in list(ours.values())[:3]}) == 3
         messages = [{"role": "user", "content": "Hello?"}]
         for call in (vlm.chat, vlm.generate, lambda m: vlm.score(m, ["a"])):
             with pytest.raises(UnsupportedInput, match="decision model"):
                 call(messages if call != vlm.generate else torch.tensor([[20, 21]]))
         assert vlm.decide(given) == ours
     model.save_pretrained(tmp_path)
-    processor.tokenizer.save_pretrained(tmp_path)
+    pipe.tokenizer.save_pretrained(tmp_path)
     loaded = loading.load_named(str(tmp_path), "float32", None, None)[0]
     with ks.wrap(loaded, parts("qwen3_5")[1]) as vlm:
         expect_equal(vlm.decide(given), theirs)

@@ -93,13 +93,11 @@ def test_the_prompt_is_read_once_and_so_is_what_continuations_share(kind: str) -
             long = list(range(20, 100))
             given = [[*long, 11], [*long, 12, 13, 14], [*long[:40], 15, 16], [17], [18]]
             scores = vlm.score(messages, given)
-            assert isinstance(scores, Scores)
             # 80 tokens of the first, then two of the second's, and the third behind what it shares
             assert scores.report.computed_tokens == len(vlm.render(messages)) + 80 + 2 + 1
             again = vlm.score(messages, given)
             assert again == scores
             alone = vlm.score(messages, [[19]])
-            assert isinstance(alone, Scores)
             assert alone.report.computed_tokens == 0, "the logits behind a prompt are remembered"
             assert len(ran) == 1
             expect_stock(kind, messages, [*scores, *alone])
@@ -125,7 +123,6 @@ def test_random_continuations(kind: str, seed: int, given_ids: list[list[int]], 
     if cut:
         vlm.clear()
     scores = vlm.score(messages, given_ids)
-    assert isinstance(scores, Scores)
     expect_stock(kind, messages, scores)
     assert vlm.score(messages, given_ids) == scores
     vlm.runtime.check()
@@ -137,7 +134,6 @@ def test_cold_and_warm_are_equal_bit_for_bit(kind: str) -> None:
     with ks.wrap(*parts(kind)) as vlm, ks.wrap(*parts(kind)) as fresh:
         vlm.chat(messages, max_new_tokens=3)
         warm = vlm.score(messages, TEXTS)
-        assert isinstance(warm, Scores)
         for text, one in zip(TEXTS, warm, strict=True):
             fresh.clear()
             assert fresh.score(messages, [text]) == [one]
@@ -152,7 +148,7 @@ def test_many_conversations_about_one_picture() -> None:
     for messages, scores in zip(chats, found, strict=True):
         expect_stock("qwen3_vl", messages, scores)
     each = vlm.score(chats[:2], [["a"], ["b", "c"]])
-    assert [[one.text for one in scores] for scores in each] == [["a"], ["b", "c"]]  # type: ignore[union-attr]
+    assert [[one.text for one in scores] for scores in each] == [["a"], ["b", "c"]]
 
 
 def test_wanted_logits_are_bounded() -> None:
@@ -188,7 +184,7 @@ def test_bad_continuations_are_named() -> None:
             vlm.score(messages if chat is ... else chat, given)
             pytest.fail(name)
     with pytest.raises(UnknownOption, match="max_new_tokens"):
-        vlm.score(messages, ["a"], max_new_tokens=3)  # type: ignore[call-arg]
+        vlm.score(messages, ["a"], max_new_tokens=3)
     expect_stock("qwen3_vl", messages, vlm.score(messages, ["good"]))
 
 
@@ -229,7 +225,7 @@ def test_an_iterator_that_is_left_lets_go() -> None:
     vlm = memory("qwen3_vl")
     answers = vlm.ask_many(picture(1), [f"And {i}?" for i in range(50)], max_new_tokens=4)
     next(answers)
-    answers.close()  # type: ignore[attr-defined]
+    answers.close()
     vlm.ask(picture(1), "Still there?", max_new_tokens=2)
     assert not vlm.runtime.engine.busy
     vlm.runtime.check()
@@ -246,7 +242,7 @@ def test_bad_questions_are_named_in_their_turn() -> None:
     assert "question 1" in caught.value.__notes__[0]
     for images, questions in (([picture(1)], ["a", "b"]), (None, [3]), (None, 7)):
         with pytest.raises(InputError, match="questions"):
-            vlm.ask_many(images, questions)  # type: ignore[arg-type]
+            vlm.ask_many(images, questions)
     with pytest.raises(UnknownOption, match="tempratur"):
-        vlm.ask_many(None, ["a"], tempratur=1)  # type: ignore[call-arg]
+        vlm.ask_many(None, ["a"], tempratur=1)
     vlm.runtime.check()
