@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from rich.console import Console
+from support.commands import run
 from support.hostile import hear_interrupts
 
 import keepsight as ks
 from keepsight.cli.chat import Shell
-from keepsight.cli.line_editor import completions
+from keepsight.cli.line_editor import completions, history_at
 from keepsight.cli.terminal import WrittenWords, loading_line
 
 _SCRIPT = """
@@ -43,27 +44,23 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         self.end, inner = pty.openpty()
-        environment = {
-            **os.environ,
-            "COLUMNS": "80",
-            "LINES": "24",
-            "TERM": "xterm",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-        }
+        environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
         self.child = subprocess.Popen(
             [sys.executable, *words],
             stdin=inner,
             stdout=inner,
             stderr=inner,
-            env=environment,
-            close_fds=True,
+            env={**environment, "PROMPT_TOOLKIT_NO_CPR": "1"},
             preexec_fn=hear_interrupts,
         )
         os.close(inner)
         self.text = ""
 
-    def write(self, text: str) -> None:
-        os.write(self.end, text.encode())
+    def takes(self, typed: str, words: str) -> None:
+        """Type at the next prompt, when the keys are the editor's, and read until the words."""
+        self.until(">")
+        os.write(self.end, typed.encode())
+        self.until(words)
 
     def interrupt(self, words: str) -> None:
         """As Ctrl-C, until the words come: one that falls between a prompt and its reading is heard
@@ -94,26 +91,23 @@ class Terminal:
 
 
 @pytest.mark.parametrize("how", ["plain", "edited"])
-def test_a_terminal_takes_lines_commands_and_the_end(how: str) -> None:
+def test_a_terminal_takes_lines_pastes_commands_and_the_end(how: str) -> None:
     if how == "edited":
         pytest.importorskip("prompt_toolkit")
     terminal = Terminal("-c", _SCRIPT, how)
     try:
         terminal.until("/help lists the commands")
-        terminal.until(">")
-        terminal.write("What is it?\r")
-        terminal.until("ASKED 'What is it?'")
-        terminal.write("/imags\r")
-        terminal.until("did you mean /images?")
-        terminal.until(">")
+        terminal.takes("What is it?\r", "ASKED 'What is it?'")
+        terminal.takes("/imags\r", "did you mean /images?")
         if how == "edited":
-            terminal.write("half a line\x03")
-            terminal.until("/exit or Ctrl-D ends the chat")
+            terminal.takes("\x1b[200~one\ntwo\x1b[201~\r", r"ASKED 'one\ntwo'")
+            terminal.takes("three\x1b\rfour\r", r"ASKED 'three\nfour'")
+            terminal.takes("half a line\x03", "/exit or Ctrl-D ends the chat")
+            terminal.takes("\x04", "ENDED")
         else:  # the child has no terminal of its own that would make a signal of it
+            terminal.until(">")
             terminal.interrupt("/exit or Ctrl-D ends the chat")
-        terminal.until(">")
-        terminal.write("/exit\r")
-        terminal.until("ENDED")
+            terminal.takes("/exit\r", "ENDED")
     finally:
         terminal.close()
 
@@ -144,23 +138,6 @@ def test_a_script_without_spaces_is_written_as_it_comes() -> None:
     words = WrittenWords(Console(file=out, force_terminal=True, width=20))
     words.write("红色的圆")
     assert out.getvalue() == "红色的圆"
-
-
-def test_a_paste_of_several_lines_is_one_question() -> None:
-    pytest.importorskip("prompt_toolkit")
-    terminal = Terminal("-c", _SCRIPT, "edited")
-    try:
-        terminal.until(">")
-        terminal.write("\x1b[200~one\ntwo\x1b[201~\r")
-        terminal.until(r"ASKED 'one\ntwo'")
-        terminal.until(">")  # a new line is asked for: the keys are the editor's
-        terminal.write("three\x1b\rfour\r")
-        terminal.until(r"ASKED 'three\nfour'")
-        terminal.until(">")
-        terminal.write("\x04")
-        terminal.until("ENDED")
-    finally:
-        terminal.close()
 
 
 def test_commands_and_pictures_are_completed(
@@ -203,20 +180,18 @@ def test_a_line_moves_on_a_terminal_while_a_model_is_loaded(
         assert told in stream.getvalue()
 
 
-def test_an_address_is_no_folder_for_what_was_typed(
+def test_what_is_typed_is_kept_in_a_store_that_is_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(ks.__file__).parents[1]), prepend=os.pathsep)
-    terminal = Terminal("-m", "keepsight", "chat", "--store", "memory://bucket/name")
-    try:
-        terminal.until("/help lists the commands")
-        terminal.until(">")
-        terminal.write("/exit\r")
-        terminal.child.wait(60)
-    finally:
-        terminal.close()
-    assert list(tmp_path.iterdir()) == []
+    kept: list[Path | None] = []
+    monkeypatch.setattr(Shell, "run", lambda shell: kept.append(shell.history))
+    for words in ((), ("--store", "memory://bucket/name"), ("--store", "here")):
+        run("chat", *words)
+    assert kept == [None, None, Path("here/chat-lines")]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    history_at(kept[-1]).append_string("typed")
+    assert "typed" in Path("here/chat-lines").read_text()
 
 
 class _CtrlC:

@@ -77,6 +77,7 @@ ask Hi -m demo-hybird                     | did you mean demo-hybrid?
 ask Hi -m ./modle                         | did you mean ./model?
 ask Hi -m ./none                          | there is no such folder
 ask Hi -m none                            | a hub id (owner/name)
+ask Hi -m a/b/c                           | a/b/c
 ask Hi -m model                           | no config.json
 ask Hi -m p.png                           | p.png is a file
 ask Hi -m /nowhere/at/all                 | /nowhere/at/all
@@ -140,7 +141,14 @@ serve demo --dtype fp16                   | 'fp16' is not a dtype
 serve demo --device mps                   | device 'mps': PyTorch ... sees none here
 serve demo --host 256.1.1.1               | cannot listen on 256.1.1.1
 serve demo --port many                    | Invalid value for '--port'
+serve demo --port 70000                   | port is 70000: expected less than 65536
 serve demo --port TAKEN                   | TAKEN: something else listens there
+serve demo --prot 1                       | --port
+serve demo --max-body big                 | 'big' is not a size
+serve demo --drain soon                   | 'soon' is not a time
+serve demo --api-key :                    | NAME:KEY
+serve demo --api-key a:k --admin-key b:k  | are the same
+serve --config a.toml                     | ttl is "long": 'long' is not a time
 serve demo --store notes.txt              | notes.txt cannot be a store: it is a file
 serve demo --runtime torch --weights int4 | runs in ONNX Runtime or
 serve --config none.toml                  | none.toml

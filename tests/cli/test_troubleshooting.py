@@ -82,9 +82,3 @@ def test_python_raises_what_the_page_says(code: str, page: str, world: dict[str,
         eval(code, dict(world))
     said = " ".join(str(caught.value).split())
     assert agree(said, page), said
-
-
-def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
-    for name in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
-        with pytest.raises(KeepsightError, match="nothing|a/b/c"):
-            ks.load(name)
