@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
 from browser_use.agent.views import AgentOutput
 from browser_use.llm import ChatOpenAI
@@ -16,13 +15,7 @@ from browser_use.llm.messages import (
 )
 from browser_use.tools.service import Tools
 from common import PICTURE, QUESTION, URL, check
-from pydantic import BaseModel
-
-
-class Shape(BaseModel):
-    """A shape in a picture."""
-
-    colour: Literal["red", "green", "blue"]
+from shape import Shape
 
 
 async def main() -> None:

@@ -11,6 +11,13 @@ URL = os.environ["KEEPSIGHT_URL"]
 _FILE = Path(os.environ["KEEPSIGHT_PICTURE"])
 PICTURE = "data:image/png;base64," + base64.b64encode(_FILE.read_bytes()).decode()
 QUESTION = "What is in the picture?"
+ASKED: dict[str, Any] = {
+    "role": "user",
+    "content": [
+        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "auto"}},
+        {"type": "text", "text": QUESTION},
+    ],
+}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -24,8 +31,6 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-
-
 # What an answer has to be: of a few words, so that a small model comes to its end.
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -36,6 +41,11 @@ SCHEMA: dict[str, Any] = {
     "required": ["colour", "sides"],
     "additionalProperties": False,
 }
+
+
+def look(where: str) -> str:
+    """Look closer."""
+    return "A ring."
 
 
 def check(truth: object, what: str) -> None:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common import PICTURE, QUESTION, SCHEMA, URL, check
+from common import PICTURE, QUESTION, SCHEMA, URL, check, look
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
-
-
-@tool
-def look(where: str) -> str:
-    """Look closer."""
-    return "A ring."
+from shape import Shape
 
 
 def asked() -> HumanMessage:
@@ -33,20 +27,13 @@ def chat(model: ChatOpenAI, what: str) -> None:
     for piece in pieces[1:]:
         total += piece
     check(total.usage_metadata["output_tokens"] > 0, f"{what}: usage of a stream")
-    bound = model.bind_tools([look], strict=True)
+    bound = model.bind_tools([tool(look)], strict=True)
     reply = bound.invoke([asked()])
     if reply.tool_calls:
         result = ToolMessage("A ring.", tool_call_id=reply.tool_calls[0]["id"])
         bound.invoke([asked(), reply, result])
     standard = [{"type": "image", "base64": PICTURE.partition(",")[2], "mime_type": "image/png"}]
     model.invoke([HumanMessage(content=[*standard, {"type": "text", "text": QUESTION}])])
-
-
-class Shape(BaseModel):
-    """A shape in a picture."""
-
-    colour: Literal["red", "green", "blue"]
-    sides: int = Field(ge=0, le=9)
 
 
 @tool
@@ -85,6 +72,6 @@ chat(ChatOpenAI(**options(use_responses_api=True, use_previous_response_id=True)
 structured(ChatOpenAI(**options(max_tokens=200)), "chat")
 structured(ChatOpenAI(**options(max_tokens=200, use_responses_api=True)), "responses")
 ChatOpenAI(**options(reasoning_effort="low", metadata={"a": "b"}, store=True)).invoke("Hello!")
-agent = create_agent(ChatOpenAI(**options()), [look])
+agent = create_agent(ChatOpenAI(**options()), [tool(look)])
 agent.invoke({"messages": [asked()]}, {"recursion_limit": 6})
 check(True, "an agent")

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import base64
 
-from common import PICTURE, QUESTION, URL, check
+from common import PICTURE, QUESTION, URL, check, look
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
-
-
-def look(where: str) -> str:
-    """Look closer."""
-    return "A ring."
 
 
 def asked() -> ChatMessage:

@@ -15,18 +15,12 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from common import PICTURE, QUESTION, URL, check
+from common import PICTURE, QUESTION, URL, check, look
 from openai.types.shared import Reasoning
-from pydantic import BaseModel, Field
+from shape import Shape
 
 set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
-
-
-@function_tool
-def look(where: str) -> str:
-    """Look closer."""
-    return "A ring."
 
 
 @function_tool
@@ -35,17 +29,16 @@ def mark(colour: Literal["red", "green", "blue"]) -> str:
     return colour
 
 
-class Shape(BaseModel):
-    colour: Literal["red", "green", "blue"]
-    sides: int = Field(ge=0, le=9)
-
-
 def agent(model: object, **settings: object) -> Agent:
     # What ends by its length is an error to this client.
     ends = {"max_tokens": 200, "extra_body": {"stop": [".", "1"]}}
     chosen = ModelSettings(include_usage=True, **ends, **settings)
     return Agent(
-        name="seer", instructions="Answer.", model=model, tools=[look], model_settings=chosen
+        name="seer",
+        instructions="Answer.",
+        model=model,
+        tools=[function_tool(look)],
+        model_settings=chosen,
     )
 
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
 
 import openai
-from common import PICTURE, QUESTION, SCHEMA, TOOL, URL, check
-from pydantic import BaseModel, Field
+from common import ASKED, PICTURE, QUESTION, SCHEMA, TOOL, URL, check
+from shape import Shape
 
 client = openai.OpenAI(
     base_url=URL, api_key="none", max_retries=0, _strict_response_validation=True
 )
-
-
-class Shape(BaseModel):
-    colour: Literal["red", "green", "blue"]
-    sides: int = Field(ge=0, le=9)
-
-
-def image_message() -> dict:
-    parts = [
-        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "auto"}},
-        {"type": "text", "text": QUESTION},
-    ]
-    return {"role": "user", "content": parts}
+LOOKED = {"type": "input_image", "image_url": PICTURE, "detail": "auto"}
+SHOWN = {"role": "user", "content": [LOOKED, {"type": "input_text", "text": QUESTION}]}
 
 
 def chat() -> None:
-    first = client.chat.completions.create(model="demo", messages=[image_message()], max_tokens=24)
+    first = client.chat.completions.create(model="demo", messages=[ASKED], max_tokens=24)
     check(first.usage.prompt_tokens > 0 and first.usage.completion_tokens > 0, "usage")
     again = client.chat.completions.create(
         model="demo",
         messages=[
-            image_message(),
+            ASKED,
             first.choices[0].message,  # with refusal, annotations and all else it has
             {"role": "user", "content": "And now?"},
         ],
@@ -51,7 +39,7 @@ def chat() -> None:
     check(again.usage.prompt_tokens_details.cached_tokens > 0, "cached tokens")
     stream = client.chat.completions.create(
         model="demo",
-        messages=[image_message()],
+        messages=[ASKED],
         max_tokens=8,
         stream=True,
         stream_options={"include_usage": True},
@@ -83,7 +71,7 @@ def tools() -> None:
 
     forced = client.chat.completions.parse(
         model="demo",
-        messages=[image_message()],
+        messages=[ASKED],
         tools=[openai.pydantic_function_tool(Describe)],
         tool_choice="required",
         parallel_tool_calls=False,
@@ -106,37 +94,33 @@ def tools() -> None:
 
 def structured() -> None:
     reply = client.beta.chat.completions.parse(
-        model="demo", messages=[image_message()], response_format=Shape, max_tokens=200
+        model="demo", messages=[ASKED], response_format=Shape, max_tokens=200
     )
     check(isinstance(reply.choices[0].message.parsed, Shape), "chat: a parsed answer")
     form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA}}
     plain = client.chat.completions.create(
-        model="demo", messages=[image_message()], response_format=form, max_tokens=200
+        model="demo", messages=[ASKED], response_format=form, max_tokens=200
     )
     Shape.model_validate_json(plain.choices[0].message.content)
     with client.chat.completions.stream(
-        model="demo", messages=[image_message()], response_format=Shape, max_tokens=200
+        model="demo", messages=[ASKED], response_format=Shape, max_tokens=200
     ) as stream:
         for _ in stream:
             pass
         check(stream.get_final_completion().choices[0].message.parsed, "chat: a parsed stream")
-    content = [{"type": "input_image", "image_url": PICTURE, "detail": "auto"}]
-    asked = [{"role": "user", "content": [*content, {"type": "input_text", "text": QUESTION}]}]
     response = client.responses.parse(
-        model="demo", input=asked, text_format=Shape, max_output_tokens=200
+        model="demo", input=[SHOWN], text_format=Shape, max_output_tokens=200
     )
     check(isinstance(response.output_parsed, Shape), "responses: a parsed answer")
     guided = client.chat.completions.create(
         model="demo",
-        messages=[image_message()],
+        messages=[ASKED],
         extra_body={"structured_outputs": {"choice": ["a ring", "a star"]}},
     )
     check(guided.choices[0].message.content in ("a ring", "a star"), "vLLM's field")
     try:
         bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
-        client.chat.completions.create(
-            model="demo", messages=[image_message()], response_format=bad
-        )
+        client.chat.completions.create(model="demo", messages=[ASKED], response_format=bad)
     except openai.BadRequestError as error:
         check(error.param == "response_format", "what cannot be enforced is refused by name")
     else:
@@ -144,13 +128,9 @@ def structured() -> None:
 
 
 def responses() -> None:
-    content = [
-        {"type": "input_image", "image_url": PICTURE, "detail": "auto"},
-        {"type": "input_text", "text": QUESTION},
-    ]
     first = client.responses.create(
         model="demo",
-        input=[{"role": "user", "content": content}],
+        input=[SHOWN],
         metadata={"run": "1"},
         include=["reasoning.encrypted_content"],
         reasoning={"effort": "low", "summary": None},
@@ -166,7 +146,7 @@ def responses() -> None:
     echoed = client.responses.create(
         model="demo",
         input=[
-            {"role": "user", "content": content},
+            SHOWN,
             *[item.to_dict() for item in first.output],
             {"role": "user", "content": "And now?"},
         ],

@@ -12,13 +12,7 @@ from common import PICTURE, QUESTION, URL, check
 from outlines.inputs import Chat, Image
 from outlines.types import Regex
 from PIL import Image as Pictures
-from pydantic import BaseModel, Field
-
-
-class Shape(BaseModel):
-    colour: Literal["red", "green", "blue"]
-    sides: int = Field(ge=0, le=9)
-
+from shape import Shape
 
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
 picture = Pictures.open(io.BytesIO(base64.b64decode(PICTURE.partition(",")[2])))

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Literal
 
-from common import PICTURE, QUESTION, URL, check
-from pydantic import BaseModel, Field
+from common import PICTURE, QUESTION, URL, check, look
 from pydantic_ai import Agent, BinaryContent, NativeOutput, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from shape import Shape
 
 provider = OpenAIProvider(base_url=URL, api_key="none")
 picture = BinaryContent(base64.b64decode(PICTURE.partition(",")[2]), media_type="image/png")
-
-
-class Shape(BaseModel):
-    colour: Literal["red", "green", "blue"]
-    sides: int = Field(ge=0, le=9)
-
-
-def look(where: str) -> str:
-    """Look closer."""
-    return "A ring."
 
 
 async def main() -> None:
