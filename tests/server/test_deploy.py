@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import settings_table
 import typer
-from support.server_harness import served
+from support.server_harness import bearer, served
 from typer.testing import CliRunner
 
 from keepsight.cli import serve
@@ -45,7 +45,8 @@ def test_what_is_copied_is_there_and_is_sent() -> None:
     assert not any(fnmatch.fnmatch("keepsight", rule) for rule in rules[1:])
 
 
-def test_the_container_starts_ends_and_tells_its_health() -> None:
+def test_the_container_starts_ends_and_tells_its_health(tmp_path: Path) -> None:
+    """A configuration, a request, a line in the log without a word of it, an orderly end."""
     [entry], [health] = steps("ENTRYPOINT"), steps("HEALTHCHECK")
     assert json.loads(entry) == ["keepsight"], "a shell between would keep signals to itself"
     flags = json.loads(next(line for line in LINES if line.startswith("CMD"))[3:])
@@ -53,11 +54,26 @@ def test_the_container_starts_ends_and_tells_its_health() -> None:
     code = re.search(r'python -c "(.*)"', health)
     assert code is not None
     check = [sys.executable, "-c"]
-    with served(*flags[2:]) as server:
+    config = tmp_path / "server.toml"
+    config.write_text('model_name = "mine"\n[[keys]]\nname = "ann"\nkey = "ann-key"\n')
+    with served(*flags[2:], "--config", str(config), log=True) as server:
         there = code[1].replace(":8000/", f":{server.port}/")
         assert subprocess.run([*check, there], timeout=60).returncode == 0
-        assert server.stop(signal.SIGTERM) == 0
+        body: dict[str, Any] = {"model": "mine", "user": "somebody"}
+        body["messages"] = [{"role": "user", "content": "Hello!"}]
+        status, answer, _ = server.call("/v1/chat/completions", body, headers=bearer("ann"))
+        assert status == 200
+        server.process.send_signal(signal.SIGTERM)
+        _, log = server.process.communicate(timeout=60)
+        assert server.process.returncode == 0
         assert subprocess.run([*check, there], timeout=60, stderr=-3).returncode == 1
+    lines = [json.loads(text) for text in log.splitlines() if text.startswith("{")]
+    [line] = [one for one in lines if one.get("path") != "/health"]
+    assert line["path"] == "/v1/chat/completions" and line["status"] == 200
+    assert line["key"] == "ann" and line["user"] == "somebody"
+    assert line["prompt_tokens"] > 0 and line["first_token_ms"] > 0
+    said = answer["choices"][0]["message"]["content"]
+    assert "Hello" not in log and said not in log and "ann-key" not in log
 
 
 def test_a_server_that_loads_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,27 +114,6 @@ def test_each_setting_is_a_flag_and_the_usual_come_first() -> None:
     assert {*ServerConfig.model_fields, "named", "as_json"} - {"keys"} == {*flags} - {"help"}
     usual = {name for name, one in ServerConfig.model_fields.items() if one.title == "Usual"}
     assert usual == {*flags[1:11]} and len(usual) == 10
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--max-body", "big"], "big"),
-        (["--api-key", ":"], "NAME:KEY"),
-        (["--api-key", "a:k", "--admin-key", "b:k"], "are the same"),
-        (["--prot", "1"], "--port"),
-        (["--port", "70000"], "port is 70000: expected less than 65536"),
-        (["--drain", "soon"], "'soon' is not a time"),
-        (["--config", "a.toml"], "ttl is \"long\": 'long' is not a time"),
-    ],
-)
-def test_a_wrong_setting_is_refused_before_a_model_is_loaded(
-    flags: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.toml").write_text("ttl = 'long'\n")
-    result = CliRunner().invoke(app, ["serve", "demo", *flags])
-    assert result.exit_code == 2 and why in result.stderr
 
 
 def test_a_flag_wins_over_the_environment_the_file_and_the_default(

@@ -8,27 +8,18 @@ answered, and what is not used is named. `test_server_refusals.py` has what is r
 from __future__ import annotations
 
 import base64
-import copy
-import io
 from typing import Any
 
 import pytest
+from support.hostile import encoded
 from support.server_harness import Live, scene, uri
 
 PICTURE = uri(scene(1))
 BARE = PICTURE.partition(",")[2]
 
 
-def _jpeg() -> str:
-    """A photo in base64 alone; its first characters look like a path."""
-    buffer = io.BytesIO()
-    scene(2).save(buffer, "JPEG")
-    text = base64.b64encode(buffer.getvalue()).decode()
-    assert text.startswith("/9j/")
-    return text
-
-
-JPEG = _jpeg()
+# A photo in base64 alone; its first characters, /9j/, look like a path.
+JPEG = base64.b64encode(encoded(scene(2), "JPEG")).decode()
 ASKED = "What is in the picture?"
 IMAGE = {"type": "image_url", "image_url": {"url": PICTURE}}
 TEXT = {"type": "text", "text": ASKED}
@@ -46,29 +37,22 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments"
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TOLD = {"role": "tool", "tool_call_id": "c1", "content": "A ring."}
 NEXT = {"role": "user", "content": "And now?"}
-SHOWN = {
-    "role": "user",
-    "content": [
-        {"type": "input_image", "image_url": PICTURE, "detail": "auto"},
-        {"type": "input_text", "text": ASKED},
-    ],
-}
-THOUGHT = {
-    "type": "reasoning",
-    "id": "rs_1",
-    "summary": [],
-    "content": [{"type": "reasoning_text", "text": "hm"}],
-    "encrypted_content": None,
-    "status": "completed",
-}
-ITEM = {
+SHOWN_PARTS = [
+    {"type": "input_image", "image_url": PICTURE, "detail": "auto"},
+    {"type": "input_text", "text": ASKED},
+]
+SHOWN = {"role": "user", "content": SHOWN_PARTS}
+HM = [{"type": "reasoning_text", "text": "hm"}]
+THOUGHT: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "status": "completed"}
+THOUGHT |= {"summary": [], "content": HM, "encrypted_content": None}
+RING = [{"type": "output_text", "text": "A ring.", "annotations": [], "logprobs": []}]
+ITEM: dict[str, Any] = {
     "type": "message",
     "id": "msg_1",
-    "role": "assistant",
     "status": "completed",
     "phase": "final_answer",
-    "content": [{"type": "output_text", "text": "A ring.", "annotations": [], "logprobs": []}],
 }
+ITEM |= {"role": "assistant", "content": RING}
 MADE = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "look", "arguments": "{}"}
 GIVEN = {"type": "function_call_output", "call_id": "c1", "output": "A ring."}
 SCHEMA = {"name": "a", "schema": {"type": "object", "properties": {}}, "strict": True}
@@ -138,8 +122,6 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
         {k: v for k, v in MADE.items() if k != "id"}, GIVEN, {"role": "assistant",
         "content": "A ring."}, NEXT, instructions="Answer.", tools=[FLAT], tool_choice="auto"), ""),
     # openai-agents
-    "openai-agents": (chat({"content": "Answer.", "role": "system"}, USER, CALLED, TOLD,
-        tools=[STRICT]), ""),
     "openai-agents: responses": (responses(SHOWN, THOUGHT, MADE, GIVEN, include=[],
         instructions="Answer.", metadata={"run": "1"}, reasoning={"effort": "low"}, store=True,
         tools=[FLAT]), "reasoning.effort"),
@@ -147,20 +129,12 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "smolagents": (chat({"role": "system", "content": [{"type": "text",
         "text": "You are an expert."}]}, USER, {"role": "assistant", "content": [{"type": "text",
         "text": "A ring.</code>"}]}, USER, stop=["Observation:", "Calling tools:", "</code>"]), ""),
-    "hugging face: image": (chat({"role": "user", "content": [{"type": "image", "image": PICTURE},
-        TEXT]}), ""),
-    "hugging face: url": (chat({"role": "user", "content": [{"type": "image", "url": PICTURE},
-        TEXT]}), ""),
-    "hugging face: base64": (chat({"role": "user", "content": [{"type": "image",
-        "base64": PICTURE.partition(",")[2]}, TEXT]}), ""),
     "hugging face: a call": (chat(USER, {"role": "assistant", "tool_calls": [{"type": "function",
         "function": {"name": "look", "arguments": {"a": 1}}}]}, TOLD, tools=[TOOL]), ""),
     # Vercel's AI SDK
-    "vercel": (answer(reasoning_content="hm"), ""),
     "vercel: tools": (chat(USER, {**CALLED, "content": ""}, TOLD, tools=[TOOL], tool_choice="auto",
         **STREAMED), ""),
     # LlamaIndex
-    "llama-index": (chat(USER, temperature=0.1, stream=False), ""),
     "llama-index: tools": (chat(tools=[{**STRICT, "function": {**LOOK, "strict": False}}],
         tool_choice="auto", parallel_tool_calls=False, temperature=0.1), ""),
     "llama-index: responses": (responses(include=None, instructions=None, metadata=None,
@@ -179,8 +153,6 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
         return_token_ids=True), "spaces_between_special_tokens, length_penalty, priority"),
     "vllm: uuid": (part(uuid="picture-1"), ""),
     "vllm: processor": (chat(mm_processor_kwargs={"max_pixels": 12000, "fps": 1}), ""),
-    "vllm: bare": (part(image_url=PICTURE), ""),
-    "vllm: thinking off": (chat(chat_template_kwargs={"enable_thinking": False}), ""),
     "vllm: another template": (chat(chat_template_kwargs={"xyz": True}),
         "chat_template_kwargs.xyz"),
     "vllm: reasoning": (answer(reasoning="hm"), ""),
@@ -191,8 +163,6 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     "llama.cpp: no end": (chat(NEXT, max_tokens=-1, stop=["."]), ""),
     # Ollama, LM Studio
     "ollama": (chat(options={"num_ctx": 4096}, keep_alive="5m"), "options, keep_alive"),
-    "ollama: images": (chat({"role": "user", "content": ASKED,
-        "images": [PICTURE.partition(",")[2]]}), ""),
     "ollama: think": (chat(think=False), ""),
     "lm studio": (chat(max_tokens=-1, stop=["."], ttl=300, draft_model=""), "ttl"),
     # Qwen
@@ -237,10 +207,8 @@ TOOLS = [{"type": "function", "function": NEAR}, {"type": "function", "function"
 # What constrains an answer, and the answer: a text, or the name of a called tool.
 FORCED: dict[str, tuple[dict[str, Any], str]] = {
     "langchain: structured output": (chat(response_format=FORMED), "{}"),
-    "langchain: any tool": (chat(tools=TOOLS[:1], tool_choice="required"), "look"),
-    "smolagents: forced": (chat(tools=TOOLS[:1], tool_choice="required"), "look"),
+    "langchain, smolagents: any tool": (chat(tools=TOOLS[:1], tool_choice="required"), "look"),
     "instructor": (chat(tools=TOOLS, tool_choice=LOOKS), "look"),
-    "browser-use: output": (chat(response_format=FORMED, temperature=0.2), "{}"),
     "vllm: guided": (chat(guided_json=SCHEMA["schema"]), "{}"),
     "vllm: guided choice": (chat(guided_choice=["ring"]), "ring"),
     "vllm: guided expression": (chat(guided_regex="r[i]ng"), "ring"),
@@ -253,10 +221,8 @@ FORCED: dict[str, tuple[dict[str, Any], str]] = {
     "ollama: format": (chat(format={"const": "ring"}), '"ring"'),
     "openai: output": (responses(text={"format": {"type": "json_schema", **SCHEMA}}), "{}"),
     "openai: a forced tool": (responses(tools=FLAT_TOOLS, tool_choice="required"), "look"),
-    "openai: a named tool": (
-        responses(tools=FLAT_TOOLS, tool_choice={"type": "function", "name": "look"}),
-        "look",
-    ),
+    "openai: a named tool": (responses(tools=FLAT_TOOLS,
+        tool_choice={"type": "function", "name": "look"}), "look"),
 }  # fmt: skip
 
 
@@ -266,13 +232,10 @@ def server(tooled: Live) -> Live:
 
 
 def sent(server: Live, body: dict[str, Any]) -> tuple[int, Any, Any]:
-    body = {"model": "demo", **copy.deepcopy(body)}
-    limits = ("max_tokens", "max_completion_tokens")
     if "input" in body:
-        return server.call("/v1/responses", {"max_output_tokens": 4, **body})
-    if not any(name in body for name in limits):
-        body["max_tokens"] = 4
-    return server.call("/v1/chat/completions", body)
+        return server.call("/v1/responses", {"model": "demo", "max_output_tokens": 4, **body})
+    limit = {} if "max_completion_tokens" in body else {"max_tokens": 4}
+    return server.chat({**limit, **body})
 
 
 @pytest.mark.parametrize("what", TAKEN)

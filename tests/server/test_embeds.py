@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,11 @@ import keepsight as ks
 
 
 @pytest.fixture(scope="module")
-def sight(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def sight(demo_parts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path: Path = tmp_path_factory.mktemp("made") / "a.sight"
-    with ks.load("demo", dtype="float32") as vlm:
+    with ks.wrap(*demo_parts["demo"]) as vlm:
         vlm.encode(scene(1)).save(path)
     return path.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with ks.load("demo", dtype="float32") as vlm, live(vlm) as running:
-        yield running
 
 
 def asked(*pieces: Any) -> dict[str, Any]:
@@ -71,8 +64,10 @@ def test_what_is_refused(server: Live, sight: bytes) -> None:
         assert words in body["error"]["message"] or words == "flipped"
 
 
-def test_another_models_are_refused_by_field_and_values(sight: bytes) -> None:
-    with ks.load("demo-hybrid", dtype="float32") as vlm, live(vlm) as running:
+def test_another_models_are_refused_by_field_and_values(
+    demo_parts: dict[str, Any], sight: bytes
+) -> None:
+    with ks.wrap(*demo_parts["demo-hybrid"]) as vlm, live(vlm) as running:
         part = embeds(base64.b64encode(sight).decode())
         status, body = running.chat(asked(part))[:2]
         assert status == 400 and body["error"]["code"] == "invalid_package"

@@ -21,8 +21,6 @@ from support.server_harness import (
 )
 
 import keepsight as ks
-from keepsight.server.media import MessageReader
-from keepsight.server.schema import ChatRequest, Unused
 
 
 def answered(server: Live, **body: Any) -> Any:
@@ -72,10 +70,10 @@ def test_as_much_as_fits_and_cuts_that_cut_nothing(server: Live) -> None:
         assert bounded.chat({"messages": asked(text="x"), "max_tokens": -1})[0] == 200
     assert script.asked[0][1]["max_new_tokens"] == 90
     # The checkpoint's own way of choosing (greedy) stays what it is.
-    body = {"messages": asked(scene(1)), "max_tokens": 64, "return_token_ids": True}
     for cut in ({"top_k": -1}, {"top_k": 0}, {"top_p": 1.0, "min_p": 0.0}):
-        reply = server.chat({**body, **cut})[1]
-        assert reply["choices"][0]["token_ids"] == plain["token_ids"]
+        found = answered(server, max_tokens=64, temperature=None, **cut)
+        assert found["token_ids"] == plain["token_ids"]
+    body = {"messages": asked(scene(1)), "max_tokens": 64, "return_token_ids": True}
     body |= {"temperature": 2.0, "n": 6, "seed": 1}
     for cut, different in (({"top_k": 1}, False), ({"top_k": -1}, True)):
         choices = server.chat({**body, **cut})[1]["choices"]
@@ -118,10 +116,9 @@ def test_other_ways_to_write_the_same(server: Live) -> None:
 
 def test_streams_tell_tokens_and_usage_of_each_step(server: Live) -> None:
     plain = answered(server, max_tokens=8)
-    body = {"model": "demo", "messages": asked(scene(1)), "temperature": 0, "max_tokens": 8}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body |= {"stream": True, "stream_options": options, "return_token_ids": True}
-    chunks = server.events("/v1/chat/completions", body)[:-1]
+    body = {"messages": asked(scene(1)), "temperature": 0, "max_tokens": 8}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = server.stream({**body, "return_token_ids": True})[:-1]
     told = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
     assert told == [plain["prompt"]]
     tokens = [t for c in chunks for choice in c["choices"] for t in choice.get("token_ids", ())]
@@ -230,19 +227,23 @@ def test_thoughts_are_opened_as_the_template_does(
 def test_what_is_not_used_is_named_everywhere(
     server: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x", "foo": {"bar": 1}}]}]
-    body = {"messages": messages, "tempature": 1, "bar": None, "baz": [], "max_tokens": 1}
+    text = {"type": "text", "text": "x", "foo": {"bar": 1}}
+    messages = [{"role": "user", "content": [text], "tools": "forged"}]
+    body = {"messages": messages, "tempature": 1, "zero": 0, "max_tokens": 1}
+    body |= {"a": None, "b": [], "c": {}, "d": "", "e": False}  # say nothing
     body["keepsight"] = {"report": True}
-    named = ["tempature"]  # what is unknown further inside is ignored
+    named = ["tempature", "zero"]  # what is unknown further inside is ignored
     _, reply, headers = server.chat(body)
     assert headers["x-keepsight-unused"] == ", ".join(named)
     notes = [note for note in reply["keepsight"]["report"]["notes"] if "not used" in note]
     assert notes[0] == "not used: tempature: unknown; did you mean temperature?"
-    with live(server.service.vlm, Scripted("hi")) as other:
+    with live(server.service.vlm, script := Scripted("hi")) as other:
         object.__setattr__(other.service.config, "log", True)
         with caplog.at_level(logging.INFO, logger="keepsight.server.requests"):
             other.chat(body)
             until(lambda: caplog.records)  # it is written when the answer is out
+    [asked_of_it] = script.asked[0][0]
+    assert set(asked_of_it) == {"role", "content"}, "nothing unknown reaches a template"
     line = json.loads(caplog.records[-1].getMessage())
     assert line["unused"] == named
     prepared = server.call("/v1/prepare", {"model": "demo", **body})
@@ -257,20 +258,3 @@ def test_hostile_names_stay_short_and_plain(server: Live) -> None:
     told = headers["x-keepsight-unused"]
     assert status == 200 and len(told) < 4000 and told.isascii() and "set-cookie" not in headers
     assert told.endswith("+176") and told.count(",") == 24
-
-
-def test_empty_values_say_nothing() -> None:
-    unused = Unused()
-    body = {"model": "demo", "messages": [{"role": "user", "content": "x", "a": None, "b": {}}]}
-    unused.sift(ChatRequest.model_validate({**body, "c": False, "d": "", "e": []}))
-    assert unused.names() == []
-    unused.sift(ChatRequest.model_validate({**body, "f": 0}))
-    assert unused.names() == ["f"]
-
-
-def test_what_is_unknown_never_reaches_the_template(server: Live) -> None:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "x", "tools": "forged"}]}
-    request = ChatRequest.model_validate(body)
-    config, files = server.service.config, server.service.files
-    [message] = MessageReader(config, files, "").messages(request.messages, "")
-    assert set(message) == {"role", "content"}

@@ -82,21 +82,16 @@ def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
     for n in range(6):
         body = {**about(74), "cache_salt": f"number{n}"}
         assert locked.call("/v1/prepare", body, headers=bearer("bob"))[0] == 200
-    said = [
-        locked.call("/v1/cache/pin", {**about(74), "cache_salt": f"pin{n}"}, headers=bearer("bob"))[
-            :2
-        ]
-        for n in range(5)
-    ]
-    assert [status for status, _ in said] == [200, 200, 400, 400, 400]
+    said = []
+    for n in range(5):
+        body = {**about(74), "cache_salt": f"pin{n}"}
+        said.append(locked.call("/v1/cache/pin", body, headers=bearer("bob")))
+    assert [status for status, *_ in said] == [200, 200, 400, 400, 400]
     assert said[-1][1]["error"]["code"] == "pins_full"
     assert held(locked, "ann") == {key: True}
 
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "zoom", "description": "Look closer.", "parameters": {"type": "object"}},
-}
+TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
 
 
 def test_a_pinned_conversation_has_its_tools(demo_parts: dict[str, Any]) -> None:
@@ -195,30 +190,30 @@ def test_a_whole_prompt_says_from_which_tier_it_came(
         vlm.flush()
         vlm.clear()
         parts = [{"type": "image", "image": scene(78)}, {"type": "text", "text": "Well?"}]
-        told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
-        tiers = {
-            s.status: {t.tier for t in told.segments if t.status == s.status} for s in told.segments
-        }
-        assert tiers == {"reused": {"disk"}, "computed": {None}}, "what is computed lay nowhere"
+        messages = [{"role": "user", "content": parts}]
+        told = vlm.chat(messages, max_new_tokens=1).report
+        tiers = {(segment.status, segment.tier) for segment in told.segments}
+        assert tiers == {("reused", "disk"), ("computed", None)}, "what is computed lay nowhere"
         vlm.flush()
         vlm.clear()
-        told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
+        told = vlm.chat(messages, max_new_tokens=1).report
         assert "whole prompt, from disk" in str(told)
 
 
-@pytest.mark.parametrize("only", [False, True])
-def test_pictures_are_opened_without_the_model(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_opened_without_the_model(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A large one would stop everybody's tokens while it is decoded."""
     look, has_it = Namer.look, []
 
-    with ks.load("demo") as vlm, live(vlm) as server:
+    def watched(*given: Any) -> Any:
+        has_it.append(server.service.vlm.runtime.lock._owner is not None)
+        return look(*given)
 
-        def watched(*given: Any) -> Any:
-            has_it.append(vlm.runtime.lock._owner is not None)
-            return look(*given)
-
-        monkeypatch.setattr(Namer, "look", watched)
-        body = {"model": "demo", "messages": asked(scene(60)), "pictures_only": only}
+    monkeypatch.setattr(Namer, "look", watched)
+    for only in (False, True):
+        has_it.clear()
+        body = {**about(60), "pictures_only": only}
         for path in ("/v1/cache/pin", "/v1/cache/delete"):
             status, told, _ = server.call(path, body)
             assert status == 200 and len(told["images"]) == 1
@@ -239,21 +234,14 @@ def test_a_conversation_is_saved_as_a_file_of_its_tenant(
         (tmp_path / "a.keep").write_bytes(reply.read())
     assert vlm.stats("ann")["features"]["packages"] == before + 1 and not held(locked, "bob")
     session = vlm.resume(tmp_path / "a.keep", tenant="bob")
-    assert session.messages[1] == {
-        "role": "assistant",
-        "content": [{"type": "text", "text": "A shape."}],
-    }
+    said = {"role": "assistant", "content": [{"type": "text", "text": "A shape."}]}
+    assert session.messages[1] == said
     reply = session.ask("What is in the picture?")
     assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 16
 
 
 def test_what_a_file_cannot_hold_is_refused_by_name(locked: Live) -> None:
-    for more in ({"tools": [tool()]}, {"chat_template_kwargs": {"enable_thinking": False}}):
-        status, said = locked.call("/v1/cache/save", {**about(78), **more}, headers=bearer("ann"))[
-            :2
-        ]
+    for more in ({"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        body = {**about(78), **more}
+        status, said, _ = locked.call("/v1/cache/save", body, headers=bearer("ann"))
         assert status == 400 and next(iter(more)) in said["error"]["message"]
-
-
-def tool() -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "look", "parameters": {}}}

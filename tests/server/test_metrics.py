@@ -22,9 +22,9 @@ def documented() -> set[str]:
     return set(re.findall(r"`(keepsight_\w+)", table[0]))
 
 
-def scraped(**options: Any) -> dict[str, Any]:
+def scraped(parts: Any, **options: Any) -> dict[str, Any]:
     """The metrics of a server that has answered, by name."""
-    with ks.load("demo", **options) as vlm, live(vlm) as server:
+    with ks.wrap(*parts, **options) as vlm, live(vlm) as server:
         assert server.chat({"messages": asked(scene(1)), "max_tokens": 1})[0] == 200
         status, text, _ = server.call("/metrics")
         assert status == 200, text
@@ -37,7 +37,9 @@ def scraped(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["none", "folder", "address", "folder before an address"])
-def test_every_metric_is_documented_and_the_reverse(kind: str, tmp_path: Path) -> None:
+def test_every_metric_is_documented_and_the_reverse(
+    kind: str, demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
     address = f"file://{tmp_path}/remote"
     options = {
         "none": {},
@@ -45,7 +47,7 @@ def test_every_metric_is_documented_and_the_reverse(kind: str, tmp_path: Path) -
         "address": {"store": address},
         "folder before an address": {"store": tmp_path / "near", "remote": address},
     }[kind]
-    found = scraped(**options)
+    found = scraped(demo_parts["demo"], **options)
     of_store = {name for name in documented() if name.startswith("keepsight_store_")}
     assert set(found) == documented() - (of_store if kind == "none" else set())
     if kind != "none":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
 import json
 import socket
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.server_harness import (
+    CHAT,
     TEMPLATE,
     Live,
     Scripted,
@@ -66,7 +66,7 @@ def test_whatever_answers_get_answers_head(server: Live) -> None:
     for path in paths:
         status, text, headers = server.call(path, method="HEAD")
         assert (status, text) == (200, "") and int(headers["content-length"]) > 0, path
-    assert server.call("/v1/chat/completions", method="HEAD")[0] == 405
+    assert server.call(CHAT, method="HEAD")[0] == 405
     assert server.call("/v1/files/file-0", method="HEAD")[0] == 404
     other = server.call("/v1/files", {}, "PUT")
     assert refusal(other, 405)["code"] == "method_not_allowed" and other[2]["allow"]
@@ -82,8 +82,9 @@ def test_places_models_and_methods(server: Live) -> None:
         ("/v1/tokenize", "did you mean /tokenize?"),
     ):
         assert refusal(server.call(path), 404)["message"].endswith(f"{path!r}; {hint}")
-    refusal(server.call("/v1/chat/completions"), 405)
-    refusal(server.call("/v1/files/file-0"), 404)
+    refusal(server.call(CHAT), 405)
+    for path in ("v1/files/file-0", "page/nothing.js", "page/..%2Fapp.py", "page/%2e%2e/app.py"):
+        refusal(server.call(f"/{path}"), 404)
     for fields in (b"", b"--x--\r\n"):
         kind = {"content-type": "multipart/form-data; boundary=x"}
         refusal(server.call("/v1/files", fields, "POST", kind))
@@ -191,7 +192,7 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
         script = Scripted(*["word "] * 1000, wait=0.01)
         with live(vlm, script) as server:
             body = {**user("x"), "stream": stream}
-            connection = server.sending("/v1/chat/completions", body)
+            connection = server.sending(CHAT, body)
             until(script.begun.is_set)
             if stream:
                 assert b"200" in connection.recv(100)
@@ -210,10 +211,7 @@ def test_an_answer_that_takes_too_long(vlm: Any) -> None:
     with live(vlm, script, request_timeout=0.5) as server:
         assert refusal(server.chat(user("x")), 504)["code"] == "timeout"
         assert script.tickets[0].done.wait(60)
-        events = server.events(
-            "/v1/chat/completions", {"model": "demo", **user("x"), "stream": True}
-        )
-        assert events[-1]["error"]["code"] == "timeout"
+        assert server.stream(user("x"))[-1]["error"]["code"] == "timeout"
 
 
 # -- keys and tenants --------------------------------------------------------------------------
@@ -236,18 +234,15 @@ def test_keys(locked: Live) -> None:
 def test_a_key_has_so_many_answers_at_the_same_time(vlm: Any) -> None:
     keys = (ApiKey("ann", "ann-key", answers=1), ApiKey("bob", "bob-key"))
     with live(vlm, script := Paused("second"), keys=keys) as server:
-        first: list[Any] = []
-        ask = functools.partial(server.chat, user("x"), headers=bearer("ann"))
-        asking = threading.Thread(target=lambda: first.append(ask()))
-        asking.start()
+        first = server.crowd(CHAT, user("x"), 1, "ann")
         assert script.begun.wait(20)
-        more = ask()
+        more = server.chat(user("x"), headers=bearer("ann"))
         assert refusal(more, 429)["code"] == "rate_limit_exceeded" and more[2]["retry-after"]
         assert server.call("/v1/files", headers=bearer("ann"))[0] == 200
         script.go_on.set()
         assert server.chat(user("x"), headers=bearer("bob"))[0] == 200
-        asking.join(20)
-        assert first[0][0] == 200 and ask()[0] == 200
+        until(lambda: first)
+        assert first[0][0] == server.chat(user("x"), headers=bearer("ann"))[0] == 200
 
 
 def test_one_who_asks_without_end_waits_while_others_are_answered(
@@ -256,18 +251,15 @@ def test_one_who_asks_without_end_waits_while_others_are_answered(
     monkeypatch.setattr(intake.Bucket, "wait", lambda bucket, needed: 3600.0)
     keys = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))
     with live(vlm, script := Paused("second"), keys=keys) as server:
-        ask = functools.partial(server.chat, user("x"), headers=bearer("ann"))
-        asking = threading.Thread(target=ask)
         assert server.call("/v1/files", headers=bearer("bob"))[0] == 200
-        asking.start()
+        hers = server.crowd(CHAT, user("x"), 1, "ann")
         assert script.begun.wait(20)
         refused = [server.call("/v1/files", headers=bearer("bob")), server.call("/metrics")]
         assert refusal(refused[0], 429)["code"] == "busy" and refused[1][0] == 401
-        assert server.call("/v1/files", headers=bearer("ann"))[0] == 200, (
-            "her own answer is no other"
-        )
+        own = server.call("/v1/files", headers=bearer("ann"))
+        assert own[0] == 200, "her own answer is no other"
         script.go_on.set()
-        asking.join(20)
+        until(lambda: hers)
         assert server.call("/v1/files", headers=bearer("bob"))[0] == 200
 
 
@@ -282,7 +274,7 @@ def test_a_silent_stream_says_that_it_lives(vlm: Any, monkeypatch: pytest.Monkey
     heard = threading.Event()
     with live(vlm, Silent("at last")) as server:
         body = {"model": "demo", **user("x"), "stream": True}
-        with server.opened("/v1/chat/completions", body) as answer:
+        with server.opened(CHAT, body) as answer:
             assert answer.readline().startswith(b": ")
             heard.set()
             rest = answer.read().decode()
@@ -305,21 +297,20 @@ def test_a_key_has_an_equal_part_of_the_room_for_files(vlm: Any) -> None:
 
 def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> None:
     headers = {"origin": "http://evil", "access-control-request-method": "POST"}
-    path = "/v1/chat/completions"
-    refused = server.call(path, method="OPTIONS", headers=headers)[2]
+    refused = server.call(CHAT, method="OPTIONS", headers=headers)[2]
     assert "access-control-allow-origin" not in refused
     sent = server.call("/v1/cache/reset", b"", "POST", {"origin": "http://evil"})
     assert refusal(sent, 403)["code"] == "origin_not_allowed"
     assert server.call("/v1/cache/reset", {}, headers={"origin": server.url})[0] == 200
     with live(vlm, Scripted(), allow_origin=("http://good",)) as other:
-        allowed = other.call(path, method="OPTIONS", headers={**headers, "origin": "http://good"})
+        allowed = other.call(CHAT, method="OPTIONS", headers={**headers, "origin": "http://good"})
         assert allowed[2]["access-control-allow-origin"] == "http://good"
-        refused = other.call(path, method="OPTIONS", headers=headers)[2]
+        refused = other.call(CHAT, method="OPTIONS", headers=headers)[2]
         assert "access-control-allow-origin" not in refused
         # OpenAI's client in a browser has headers of its own.
         sent = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
         asked = {**headers, "origin": "http://good", "access-control-request-headers": sent}
-        status, _, told = other.call(path, method="OPTIONS", headers=asked)
+        status, _, told = other.call(CHAT, method="OPTIONS", headers=asked)
         allowed = told["access-control-allow-headers"].lower().replace(" ", "").split(",")
         assert status == 200 and set(sent.split(",")) <= set(allowed)
 
@@ -372,7 +363,7 @@ def test_thinking_and_calls_come_apart(thinker: Any) -> None:
         call = message["tool_calls"][0]["function"]
         assert call == {"name": "look", "arguments": '{"at": 1}'}
         assert script.asked[0][1]["tools"] == TOOLS
-        chunks = server.events("/v1/chat/completions", {"model": "demo", **body, "stream": True})
+        chunks = server.stream(body)
         deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]
         assert "".join(d.get("reasoning_content") or "" for d in deltas) == "hmm"
         assert "".join(d.get("content") or "" for d in deltas) == "I look."

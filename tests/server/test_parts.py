@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
 import itertools
 import json
 import socket
 import threading
+import time
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.hostile import png_that_claims
 from support.server_harness import png, scene, uri
 
 from keepsight.errors import InputError, UnknownOption
@@ -121,21 +122,15 @@ PRIVATE = [
 ]
 
 
-@pytest.mark.parametrize("address", PRIVATE)
-def test_addresses_that_are_not_fetched(address: str) -> None:
-    assert not is_public(address)
+def test_addresses_that_are_not_fetched() -> None:
+    assert [address for address in PRIVATE if is_public(address)] == []
 
 
 class _Site(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/to/"):
             self.send_response(302)
-            self.send_header("Location", self.path[4:])
-            self.end_headers()
-            return
-        if self.path == "/loop":
-            self.send_response(302)
-            self.send_header("Location", "/loop")
+            self.send_header("Location", self.path[4:] or self.path)
             self.end_headers()
             return
         body = b"x" * (100 if self.path == "/picture" else 5000)
@@ -149,16 +144,10 @@ class _Site(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def site() -> Iterator[str]:
+def test_fetching_has_limits() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Site) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_fetching_has_limits() -> None:
-    with site() as url:
+        url = f"http://127.0.0.1:{server.server_port}"
         open_to_all = Fetcher(1000, 5, allow_private=True)
         assert open_to_all.fetch(f"{url}/picture") == b"x" * 100
         assert open_to_all.fetch(f"{url}/to//picture") == b"x" * 100
@@ -166,7 +155,7 @@ def test_fetching_has_limits() -> None:
             ("/large", "larger than"),
             ("/endless", "larger than"),
             ("/nothing", "404"),
-            ("/loop", "redirects"),
+            ("/to/", "redirects"),
             ("/to/file:///etc/passwd", "only http"),
             ("/to/ftp://example.org/", "only http"),
         ):
@@ -174,23 +163,15 @@ def test_fetching_has_limits() -> None:
                 open_to_all.fetch(url + path)
         with pytest.raises(ApiError, match="not a public address"):
             Fetcher(1000, 5).fetch(f"{url}/picture")
+        server.shutdown()
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://",
-        "http://[",
-        "http://a:99999/",
-        "http://u:p@a/",
-        "gopher://a/",
-        "file:///etc/passwd",
-    ],
-)
-def test_urls_that_are_none(url: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        Fetcher(1000, 5).fetch(url)
-    assert caught.value.status == 400 and "u:p" not in caught.value.message
+def test_urls_that_are_none() -> None:
+    wrong = ["http://", "http://[", "http://a:99999/", "http://u:p@a/", "gopher://a/"]
+    for url in (*wrong, "file:///etc/passwd"):
+        with pytest.raises(ApiError) as caught:
+            Fetcher(1000, 5).fetch(url)
+        assert caught.value.status == 400 and "u:p" not in caught.value.message
 
 
 def test_redirects_and_names_follow_the_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,16 +200,12 @@ def test_redirects_and_names_follow_the_same_rule(monkeypatch: pytest.MonkeyPatc
 
 def test_a_slow_site_does_not_hold_anybody() -> None:
     """A byte now and then keeps a socket's own timeout from ever running out."""
-    import time
 
     def drip() -> None:
         connection, _ = silent.accept()
-        with connection:
+        with connection, contextlib.suppress(OSError):
             for _ in range(600):
-                try:
-                    connection.sendall(b"H")
-                except OSError:
-                    return
+                connection.sendall(b"H")
                 time.sleep(0.05)
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -303,15 +280,19 @@ def test_a_caller_is_told_when_to_come_again() -> None:
 # -- what a request speaks of --------------------------------------------------------------------
 
 
-def gathered(part: dict[str, Any], **options: Any) -> Any:
-    return gathered_all(part, **options)[0]
+def read(message: dict[str, Any], **options: Any) -> list[Any]:
+    reader = MessageReader(ServerConfig(**options), Files(1 << 20, 60), "")
+    asked = schema.ChatMessage.model_validate({"role": "user", **message})
+    return list(reader.messages([asked], "")[0]["content"])
 
 
 def gathered_all(part: dict[str, Any], **options: Any) -> list[Any]:
     """All that one part of a message becomes."""
-    message = schema.ChatMessage.model_validate({"role": "user", "content": [part]})
-    gatherer = MessageReader(ServerConfig(**options), Files(1 << 20, 60), "")
-    return list(gatherer.messages([message], "")[0]["content"])
+    return read({"content": [part]}, **options)
+
+
+def gathered(part: dict[str, Any], **options: Any) -> Any:
+    return gathered_all(part, **options)[0]
 
 
 def at(url: str) -> dict[str, Any]:
@@ -347,37 +328,9 @@ def test_local_files_only_under_an_allowed_folder(tmp_path: Path) -> None:
     assert len(messages) == 1  # what is forbidden looks like what is not there
 
 
-@pytest.mark.parametrize(
-    ("part", "why"),
-    [
-        (at("data:image/png;base64,???"), "cannot be decoded"),
-        (at("data:nothing"), "no comma"),
-        (at(uri(b"not a picture")), "not an image in a format"),
-        (at(uri(png(scene(1))[:40])), "damaged|truncated"),
-        ({"type": "file", "file": {}}, "one of file_id, file_data"),
-        ({"type": "file", "file": {"file_id": "file-x"}}, "no such file"),
-        ({"type": "text", "text": "\ud800"}, "surrogate|valid string"),
-        ({"type": "file", "file": {"file_data": uri(b"%PDF-1.4 nonsense")}}, "PDF"),
-    ],
-)
-def test_parts_that_are_refused(part: dict[str, Any], why: str) -> None:
-    with pytest.raises(Exception, match=why) as caught:
-        gathered(part)
-    assert isinstance(caught.value, ValueError | ApiError)
-
-
 def test_a_bomb_is_refused_by_its_header() -> None:
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0))
-    bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
     with pytest.raises(ApiError, match="bomb"):
-        gathered(at(uri(bomb)))
+        gathered(at(uri(png_that_claims(60_000, 60_000))))
     with pytest.raises(ApiError, match="64x64, this server takes at most 4000"):
         gathered(at(uri(scene(1).resize((64, 64)))), max_image_pixels=4000)
 
@@ -397,16 +350,13 @@ def test_a_bomb_is_refused_by_its_header() -> None:
 )
 def test_one_too_many_is_refused_before_it_is_read(third: Any) -> None:
     """Reading it would find another error."""
-    message: dict[str, Any] = {"role": "user", "content": [at(uri(scene(1)))] * 2}
+    message: dict[str, Any] = {"content": [at(uri(scene(1)))] * 2 + [third]}
     place = "messages[0].content[2]"
     if isinstance(third, str):
-        message = {"role": "user", "content": "x", "images": [uri(scene(1))] * 2 + [third]}
+        message = {"content": "x", "images": [uri(scene(1))] * 2 + [third]}
         place = "messages[0].images[2]"
-    else:
-        message["content"].append(third)
-    reader = MessageReader(ServerConfig(max_images=2), Files(1 << 20, 60), "")
     with pytest.raises(ApiError, match="more than 2 images") as caught:
-        reader.messages([schema.ChatMessage.model_validate(message)], "")
+        read(message, max_images=2)
     assert (caught.value.code, caught.value.param) == ("too_many_images", place)
 
 
@@ -455,25 +405,22 @@ def test_clips_are_measured_before_they_are_decoded() -> None:
         frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
         for packet in [p for _ in range(20) for p in stream.encode(frame)] + stream.encode(None):
             container.mux(packet)
-    video = {"type": "video_url", "video_url": {"url": uri(buffer.getvalue())}}
+    video: dict[str, Any] = {"type": "video_url", "video_url": {"url": uri(buffer.getvalue())}}
     assert gathered(video)["type"] == "video"
     with pytest.raises(ApiError, match="more than 100000 bytes"):
         gathered(video, clip_bytes=100_000)  # 20 frames of 9,216 bytes
     samples = io.BytesIO()
     soundfile.write(samples, np.zeros(100_000, np.float32), 16_000, format="FLAC")
     data = uri(samples.getvalue()).partition(",")[2]
-    sound = {"type": "input_audio", "input_audio": {"data": data, "format": "flac"}}
+    sound: dict[str, Any] = {"type": "input_audio", "input_audio": {"data": data, "format": "flac"}}
     assert gathered(sound)["type"] == "audio"
     with pytest.raises(ApiError, match="more than 100000 bytes"):
         gathered(sound, clip_bytes=100_000)
+    video["video_url"] = {"url": uri(b"\x00\x00\x00\x18ftypisom" + b"x" * 50)}
+    sound["input_audio"] = {"data": uri(b"x" * 50).partition(",")[2], "format": "flac"}
     for part in (video, sound):
         with pytest.raises(ApiError, match="cannot be read"):
-            broken = json.loads(json.dumps(part))
-            if "video_url" in broken:
-                broken["video_url"]["url"] = uri(b"\x00\x00\x00\x18ftypisom" + b"x" * 50)
-            else:
-                broken["input_audio"]["data"] = uri(b"x" * 50).partition(",")[2]
-            gathered(broken)
+            gathered(part)
 
 
 def test_caps_on_pixels_name_another_picture() -> None:
@@ -555,22 +502,10 @@ def test_settings_that_are_refused(
         ServerConfig(config=str(path))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"port": 70000},
-        {"max_images": 0},
-        {"max_image_pixels": 0},
-        {"max_tokens": 0},
-        {"max_waiting": -1},
-        {"max_connections": 0},
-        {"drain": "soon"},
-        {"max_body": "big"},
-        {"max_body": 0},
-        {"allow_origin": ("example.com",)},
-        {"allow_origin": ("https://example.com/",)},
-    ],
-)
-def test_numbers_that_make_no_sense(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError):
-        ServerConfig(**options)
+def test_values_that_make_no_sense() -> None:
+    wrong: list[tuple[str, Any]] = [("max_images", 0), ("max_image_pixels", 0), ("max_tokens", 0)]
+    wrong += [("max_waiting", -1), ("max_connections", 0), ("max_body", 0)]
+    wrong += [("allow_origin", (one,)) for one in ("example.com", "https://example.com/")]
+    for name, value in (*wrong, ("trusted_proxy", ("*",))):
+        with pytest.raises(InputError, match=name):
+            ServerConfig(**{name: value})

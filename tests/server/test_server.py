@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import time
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -16,6 +18,8 @@ from support.server_harness import QUESTION, Live, asked, live, opening, png, sc
 import keepsight as ks
 from keepsight.media.sources import Source
 
+Ask = Callable[..., Any]
+
 
 @pytest.fixture
 def client(server: Live) -> openai.OpenAI:
@@ -24,37 +28,30 @@ def client(server: Live) -> openai.OpenAI:
     )
 
 
-def told(server: Live, messages: list[Any], **options: Any) -> str:
-    """What the library itself says, without the server."""
-    text: str = server.service.vlm.chat(messages, **options).text
-    return text
+@pytest.fixture
+def ask(client: openai.OpenAI) -> Ask:
+    return functools.partial(client.chat.completions.create, model="demo")
 
 
 # -- chat completions --------------------------------------------------------------------------
 
 
-def test_an_answer_is_the_librarys_own(server: Live, client: openai.OpenAI) -> None:
+def test_an_answer_is_the_librarys_own(server: Live, ask: Ask) -> None:
     image = scene(1)
-    reply = client.chat.completions.create(model="demo", messages=asked(image), max_tokens=30)
+    reply = ask(messages=asked(image), max_tokens=30)
     content = [{"type": "image", "image": png(image)}, {"type": "text", "text": QUESTION}]
-    wanted = told(server, [{"role": "user", "content": content}], max_new_tokens=30)
-    assert reply.choices[0].message.content == wanted
+    wanted = server.service.vlm.chat([{"role": "user", "content": content}], max_new_tokens=30)
+    assert reply.choices[0].message.content == wanted.text
     assert reply.choices[0].finish_reason == "stop"
     assert reply.usage.prompt_tokens_details.cached_tokens == 0
     assert reply.usage.images == reply.usage.images_encoded == 1
     assert reply.timings["prompt_n"] == reply.usage.prompt_tokens
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="demo", messages=asked(scene(2)), max_tokens=30)
-    stream = client.chat.completions.create(
-        model="demo",
-        messages=asked(scene(2)),
-        max_tokens=30,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
+def test_a_stream_says_the_same(ask: Ask) -> None:
+    whole = ask(messages=asked(scene(2)), max_tokens=30)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ask(messages=asked(scene(2)), max_tokens=30, **options))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -63,13 +60,11 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert all(c.usage is None for c in chunks[:-1])
 
 
-def test_a_message_that_comes_back_matches(client: openai.OpenAI) -> None:
+def test_a_message_that_comes_back_matches(ask: Ask) -> None:
     messages: list[Any] = asked(scene(3))
-    first = client.chat.completions.create(model="demo", messages=messages, max_tokens=30)
+    first = ask(messages=messages, max_tokens=30)
     messages += [first.choices[0].message, {"role": "user", "content": "What colour is it?"}]
-    second = client.chat.completions.create(
-        model="demo", messages=messages, max_tokens=30, extra_body={"keepsight": {"report": True}}
-    )
+    second = ask(messages=messages, max_tokens=30, extra_body={"keepsight": {"report": True}})
     # All of the first prompt but the words that ask for an answer, which history has not.
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
     images = second.keepsight["report"]["images"]
@@ -77,11 +72,9 @@ def test_a_message_that_comes_back_matches(client: openai.OpenAI) -> None:
     assert second.usage.images_encoded == 0
 
 
-def test_log_probabilities_are_those_of_the_model(server: Live, client: openai.OpenAI) -> None:
+def test_log_probabilities_are_those_of_the_model(server: Live, ask: Ask) -> None:
     image = scene(4)
-    reply = client.chat.completions.create(
-        model="demo", messages=asked(image), max_tokens=6, logprobs=True, top_logprobs=3
-    )
+    reply = ask(messages=asked(image), max_tokens=6, logprobs=True, top_logprobs=3)
     vlm = server.service.vlm
     content = [{"type": "image", "image": png(image)}, {"type": "text", "text": QUESTION}]
     inputs = vlm.inputs([{"role": "user", "content": content}])
@@ -97,27 +90,19 @@ def test_log_probabilities_are_those_of_the_model(server: Live, client: openai.O
         assert row.logprob == pytest.approx(float(best[0]), abs=1e-3)
 
 
-def test_choices_share_the_prompt_and_have_seeds(client: openai.OpenAI) -> None:
-    # The model is not sure what to say to this.
-    vague = asked(scene(5), text="What now, then?")
-
-    def answers() -> Any:
-        return client.chat.completions.create(
-            model="demo", messages=vague, n=8, temperature=2.0, seed=7, max_tokens=24
-        )
-
-    one, two = answers(), answers()
+def test_choices_share_the_prompt_and_have_seeds(ask: Ask) -> None:
+    vague = asked(scene(5), text="What now, then?")  # the model is not sure what to say to this
+    some = {"n": 8, "temperature": 2.0, "seed": 7, "max_tokens": 24}
+    one, two = (ask(messages=vague, **some) for _ in range(2))
     texts = [choice.message.content for choice in one.choices]
     assert texts == [choice.message.content for choice in two.choices] and len(set(texts)) > 1
     assert [choice.index for choice in one.choices] == [*range(8)]
     assert one.usage.images_encoded <= 1 and one.usage.completion_tokens > 24
 
 
-def test_stops_limits_biases_and_penalties(client: openai.OpenAI) -> None:
+def test_stops_limits_and_biases(server: Live, ask: Ask) -> None:
     def say(**options: Any) -> Any:
-        return client.chat.completions.create(
-            model="demo", messages=asked(scene(1)), temperature=0, **options
-        ).choices[0]
+        return ask(messages=asked(scene(1)), temperature=0, **options).choices[0]
 
     plain = say(max_tokens=30)
     words = plain.message.content.split()
@@ -126,21 +111,14 @@ def test_stops_limits_biases_and_penalties(client: openai.OpenAI) -> None:
     assert stopped.finish_reason == "stop"
     assert say(max_completion_tokens=2).finish_reason == "length"
     first = say(max_tokens=1, logprobs=True, top_logprobs=2).logprobs.content[0]
-    biased = say(max_tokens=1, logit_bias={str(_id(client, first)): -100})
+    [token] = server.service.model.tokenizer(first.token, add_special_tokens=False)["input_ids"]
+    biased = say(max_tokens=1, logit_bias={str(token): -100})
     assert biased.message.content != first.token
-    repeated = say(max_tokens=12, logit_bias={str(_id(client, first)): 100})
+    repeated = say(max_tokens=12, logit_bias={str(token): 100})
     assert repeated.message.content == first.token * 12
 
 
-def _id(client: openai.OpenAI, row: Any) -> int:
-    from keepsight.models import loading
-
-    tokenizer = loading.load_processor(loading.model_path("demo"), None).tokenizer
-    [token] = tokenizer(row.token, add_special_tokens=False)["input_ids"]
-    return int(token)
-
-
-def test_pictures_by_every_way(client: openai.OpenAI, server: Live) -> None:
+def test_pictures_that_were_uploaded(client: openai.OpenAI, ask: Ask) -> None:
     image = scene(6)
     large = image.resize((1600, 1600), Image.Resampling.NEAREST)
     sent = client.files.create(file=("a.png", png(image)), purpose="vision")
@@ -151,21 +129,14 @@ def test_pictures_by_every_way(client: openai.OpenAI, server: Live) -> None:
         {"type": "image_url", "image_url": {"url": sent.id}},
         {"type": "file", "file": {"file_id": sent.id}},
         {"type": "file", "file": {"file_data": uri(image), "filename": "x.png"}},
+        {"type": "image_url", "image_url": {"url": uri(large), "detail": "low"}},
     ]
-    texts = set()
+    encoded = []
     for part in parts:
-        reply = client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}],
-            max_tokens=30,
-        )
-        texts.add(reply.choices[0].message.content)
-    assert len(texts) == 1
-    assert reply.usage.images_encoded == 0 and reply.usage.prompt_tokens_details.cached_tokens
-    shrunk = asked(large)
-    shrunk[0]["content"][0]["image_url"]["detail"] = "low"
-    reply = client.chat.completions.create(model="demo", messages=shrunk, max_tokens=30)
-    assert reply.usage.images_encoded == 1  # 512 x 512 are other pixels, so it is another picture
+        messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
+        reply = ask(messages=messages, max_tokens=2)
+        encoded.append(reply.usage.images_encoded)
+    assert encoded == [1, 0, 0, 0, 1]  # 512 x 512 are other pixels, so it is another picture
     assert client.files.content(sent.id).read() == png(image)
     assert client.files.delete(sent.id).deleted
     with pytest.raises(openai.NotFoundError, match="no such file"):
@@ -186,30 +157,25 @@ def test_files_are_listed_in_either_order(
         client.files.delete(file.id)
 
 
-def test_pdf_pages_are_pictures(client: openai.OpenAI) -> None:
+def test_pdf_pages_are_pictures(client: openai.OpenAI, ask: Ask) -> None:
     buffer = io.BytesIO()
     scene(1).save(buffer, "PDF", save_all=True, append_images=[scene(2)])
     sent = client.files.create(file=("a.pdf", buffer.getvalue()), purpose="user_data")
     part = {"type": "file", "file": {"file_id": sent.id}}
     messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
-    first = client.chat.completions.create(model="demo", messages=messages, max_tokens=4)
-    assert first.usage.images == first.usage.images_encoded == 2
-    assert (
-        client.chat.completions.create(
-            model="demo", messages=messages, max_tokens=4
-        ).usage.images_reused
-        == 2
-    )
+    first = ask(messages=messages, max_tokens=4)
+    again = ask(messages=messages, max_tokens=4)
+    assert first.usage.images == first.usage.images_encoded == again.usage.images_reused == 2
 
 
 # -- responses ---------------------------------------------------------------------------------
 
 
-def test_responses_and_their_events(client: openai.OpenAI) -> None:
+def test_responses_and_their_events(client: openai.OpenAI, ask: Ask) -> None:
     part = {"type": "input_image", "image_url": uri(scene(7)), "detail": "auto"}
     words = {"type": "input_text", "text": QUESTION}
     items: Any = [{"role": "user", "content": [part, words]}]
-    chat = client.chat.completions.create(model="demo", messages=asked(scene(7)), max_tokens=40)
+    chat = ask(messages=asked(scene(7)), max_tokens=40)
     with client.responses.stream(model="demo", input=items, max_output_tokens=40) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -316,10 +282,8 @@ def test_a_salt_hides_what_was_seen(server: Live) -> None:
     seen_by_ann, never_seen = report(None, 9), report(None, 12)
     assert seen_by_ann[1] == never_seen[1]
     assert seen_by_ann[0]["images_encoded"] == 1
-    cached = [
-        told[0]["prompt_tokens_details"]["cached_tokens"] for told in (seen_by_ann, never_seen)
-    ]
-    assert cached[0] == cached[1]
+    details = [told[0]["prompt_tokens_details"] for told in (seen_by_ann, never_seen)]
+    assert details[0]["cached_tokens"] == details[1]["cached_tokens"]
     body = {"model": "demo", "messages": asked(scene(9)), "cache_salt": "cy"}
     assert server.call("/v1/cache/explain", body)[1]["report"]["cached_tokens"] == 0
     own = server.call("/v1/cache/stats?cache_salt=nobody")[1]

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import base64
-import json
-import socket
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pytest
 import torch
-from support.server_harness import Live, live, png, scene, uri
+from support.server_harness import Live, png, scene, until, uri
 
 import keepsight as ks
 
 PICTURE, OTHER = scene(1), scene(2)
-
-
-@pytest.fixture(scope="module")
-def vlm() -> Iterator[ks.VLM]:
-    with ks.load("demo", dtype="float32") as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
-def server(vlm: ks.VLM) -> Iterator[Live]:
-    with live(vlm) as running:
-        yield running
 
 
 def asset(image: Any) -> dict[str, str]:
@@ -59,8 +42,8 @@ def test_system_one(server: Live, vlm: ks.VLM) -> None:
     )
     assert found["answers"] == own
     assert list(found["answers"]) == list(body["questions"])
-    assert isinstance(own, dict) and found["usage"] == {
-        "input_tokens": own.usage.prompt_tokens,  # type: ignore[union-attr]
+    assert found["usage"] == {
+        "input_tokens": own.usage.prompt_tokens,
         "output_tokens": 0,
     }
     status, found, _ = server.call("/v1/systemone", {**body, "keepsight": {"report": True}})
@@ -113,7 +96,7 @@ def test_decisions_of_the_openai_client(server: Live, vlm: ks.VLM) -> None:
     )
     red, blue, like, size = found.answers
     assert (red.type, red.name, blue.name) == ("predicate", "red", None)
-    assert 0 < red.probability < 1 and red.probability != blue.probability  # type: ignore[union-attr]
+    assert 0 < red.probability < 1 and red.probability != blue.probability
     assert like.type == "choice" and [p.value for p in like.probabilities] == [True, "true", "x"]
     assert like.choice in (True, "true", "x")
     assert abs(sum(p.probability for p in like.probabilities) - 1) < 1e-5
@@ -134,7 +117,7 @@ def test_decisions_of_the_openai_client(server: Live, vlm: ks.VLM) -> None:
         {"red": {"type": "noul", "instructions": "It is red."}},
         assets={"<picture'-1>": PICTURE},
     )
-    assert own["red"]["noul"] == red.probability  # type: ignore[call-overload, union-attr]
+    assert own["red"]["noul"] == red.probability
 
 
 def test_four_hundred_questions(server: Live) -> None:
@@ -193,15 +176,8 @@ def test_completions_as_a_harness_asks(server: Live, vlm: ks.VLM) -> None:
     tokenizer = vlm.processor.tokenizer
     context = tokenizer("The picture shows a large red square. " * 4)["input_ids"]
     several = [[*context, *tokenizer(text)["input_ids"]] for text in (" circle", " ring", " star")]
-    body = {
-        "model": "demo",
-        "prompt": several,
-        "temperature": 0,
-        "max_tokens": 1,
-        "logprobs": 1,
-        "seed": 1234,
-        "echo": True,
-    }
+    body = {"model": "demo", "prompt": several, "temperature": 0, "max_tokens": 1, "seed": 1234}
+    body |= {"logprobs": 1, "echo": True}
     status, found, _ = server.call("/v1/completions", body)
     assert status == 200, found
     for ids, choice in zip(several, found["choices"], strict=True):
@@ -221,9 +197,8 @@ def test_completions_as_a_harness_asks(server: Live, vlm: ks.VLM) -> None:
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(context)
     nothing = {**body, "max_tokens": 0, "prompt": several[0]}
     status, found, _ = server.call("/v1/completions", nothing)
-    assert status == 200 and len(found["choices"][0]["logprobs"]["token_logprobs"]) == len(
-        several[0]
-    )
+    scored = found["choices"][0]["logprobs"]
+    assert status == 200 and len(scored["token_logprobs"]) == len(several[0])
 
 
 def test_completions_of_a_given_form(server: Live) -> None:
@@ -242,7 +217,7 @@ def test_completions_of_the_openai_client(server: Live, vlm: ks.VLM) -> None:
     for prompt, choice in zip(prompts, found.choices, strict=True):
         ids = vlm.processor.tokenizer(prompt, return_tensors="pt")
         own = vlm.generate(ids["input_ids"], max_new_tokens=5, do_sample=False)
-        new = own[0, ids["input_ids"].shape[1] :]  # type: ignore[index]
+        new = own[0, ids["input_ids"].shape[1] :]
         assert choice.text == vlm.processor.tokenizer.decode(new, skip_special_tokens=True)
         assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
         assert len(choice.logprobs.token_logprobs or []) == len(new)
@@ -258,35 +233,20 @@ def test_tokens_and_texts(server: Live, vlm: ks.VLM) -> None:
     assert found["max_model_len"] > 0
     status, back, _ = server.call("/detokenize", {"tokens": found["tokens"]})
     assert status == 200 and back == {"prompt": text}
-    url = {"type": "image_url", "image_url": {"url": uri(PICTURE)}}
-    parts = [url, {"type": "text", "text": "What?"}]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri(PICTURE)}}]
+    parts.append({"type": "text", "text": "What?"})
     body = {"messages": [{"role": "user", "content": parts}]}
     status, found, _ = server.call("/tokenize", body)
-    messages = [
-        {
-            "role": "user",
-            "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What?"}],
-        }
-    ]
+    parts[0] = {"type": "image", "image": PICTURE}
+    messages = [{"role": "user", "content": parts}]
     assert status == 200 and found["tokens"] == vlm.render(messages).ids.tolist()
 
 
 def test_one_who_hangs_up_is_let_go(server: Live, vlm: ks.VLM) -> None:
     questions = [{"type": "predicate", "instructions": f"Or {i}? " * 30} for i in range(400)]
-    data = json.dumps({"model": "demo", "input": "x", "questions": questions}).encode()
-    connection: socket.socket = server.raw()
-    head = f"POST /v1/decisions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
-    engine = vlm.runtime.engine
-    for _ in range(500):
-        if engine.busy:
-            break
-        time.sleep(0.01)
-    connection.close()
-    for _ in range(1000):
-        if not engine.busy and not server.service.together.stats()["in_flight"]:
-            break
-        time.sleep(0.01)
-    assert not engine.busy
+    engine, together = vlm.runtime.engine, server.service.together
+    with server.sending("/v1/decisions", {"input": "x", "questions": questions}):
+        until(lambda: engine.busy)
+    until(lambda: not engine.busy and not together.stats()["in_flight"])
     assert server.call("/v1/systemone", system_one(1))[0] == 200
     vlm.runtime.check()

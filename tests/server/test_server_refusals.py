@@ -260,9 +260,18 @@ def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> Non
         (RESPONSES, {"input": [{"type": "item_referral"}]},
             "its type is 'item_referral', expected one of 'message',"),
         (RESPONSES, {"input": [{"type": "item_referral"}]}, "'item_reference', '*_call'"),
+        (CHAT, {"messages": asked(BROKEN)}, "cannot be decoded"),
+        (CHAT, {"messages": asked("data:nothing")}, "no comma"),
+        (CHAT, {"messages": asked(uri(b"not a picture"))}, "not an image in a format"),
+        (CHAT, {"messages": asked(CUT)}, "is it truncated?"),
+        (CHAT, user([{"type": "file", "file": {}}]), "one of file_id, file_data"),
+        (CHAT, user([{"type": "file", "file": {"file_data": uri(b"%PDF-1.4 nonsense")}}]), "PDF"),
     ],
+    ids=lambda one: str(one)[:40],
 )  # fmt: skip
-def test_kinds_are_told_in_the_words_of_json(server: Live, path: str, body: Any, why: str) -> None:
+def test_the_reason_is_told_in_the_words_of_json(
+    server: Live, path: str, body: Any, why: str
+) -> None:
     assert why in refusal(server.call(path, body))["message"]
 
 

@@ -88,7 +88,7 @@ UPLOAD = {"type": "file", "file": {"file_id": "file-x"}}
     ],
 )  # fmt: skip
 def test_what_one_client_waits_for_no_other_waits_for(
-    demo: Any,
+    vlm: Any,
     monkeypatch: pytest.MonkeyPatch,
     kind: type,
     method: str,
@@ -108,7 +108,7 @@ def test_what_one_client_waits_for_no_other_waits_for(
         return b"nothing" if kind is Fetcher else real(this, *given, **more)
 
     monkeypatch.setattr(kind, method, slow)
-    with live(demo, Scripted("hi"), keys=KEYS) as server:
+    with live(vlm, Scripted("hi"), keys=KEYS) as server:
         answers = server.crowd(path, body, 2 * count, "much")
         until(lambda: len(stuck) >= max(1, count * 3 // 4))
         time.sleep(0.2)

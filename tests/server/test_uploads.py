@@ -99,14 +99,6 @@ def test_sent_again_lasts_longer_and_stays_one_file(tmp_path: Path, clock: Clock
     assert opened(tmp_path, clock).read("ann", sent) == DATA
 
 
-def test_two_servers_may_share_a_folder(tmp_path: Path, clock: Clock) -> None:
-    one, two = opened(tmp_path, clock), opened(tmp_path, clock)
-    sent = put(one)
-    assert two.read("ann", sent) == DATA
-    two.delete("ann", sent)
-    absent(one, sent)
-
-
 @bounded(60)
 @given(st.data())
 def test_a_damaged_file_is_never_served(tmp_path_factory: Any, data: st.DataObject) -> None:
@@ -254,20 +246,21 @@ def test_a_server_removes_what_expires_by_itself(
     assert not [path for path in on_disk(tmp_path) if path.suffix == ".upload"]
 
 
-def test_servers_that_share_a_folder_share_its_room(tmp_path: Path, clock: Clock) -> None:
+def test_servers_may_share_a_folder_and_its_room(tmp_path: Path, clock: Clock) -> None:
     """What the other has taken since the last sweep counts, and what it has removed does not."""
     one, two = (opened(tmp_path, clock, budget=3000) for _ in range(2))
     first = put(one, b"a" * 1000)
-    put(one, b"b" * 1000, "bob")
+    his = put(one, b"b" * 1000, "bob")
     for who, quota in (("ann", 1500), ("bob", None)):
         with pytest.raises(ApiError) as refusal:
             put(two, b"c" * 1001, who, quota=quota)
         assert refusal.value.status == 413
-    one.delete("ann", first)
+    assert two.read("ann", first) == b"a" * 1000
+    two.delete("ann", first)
+    absent(one, first)
     put(two, b"c" * 1001, quota=1500)
-
-
-# -- a disk that does not answer -----------------------------------------------------------------
+    one.delete("bob", his)
+    put(two, b"d" * 1900)
 
 
 def test_small_files_are_counted_too() -> None:

@@ -108,6 +108,22 @@ class Page:
         if message.type == "error" and "status of" not in message.text:
             self.wrong.append(message.text)
 
+    def button(self, name: str, **how: Any) -> Any:
+        return self.tab.get_by_role("button", name=name, **how)
+
+    def click(self, name: str, **how: Any) -> None:
+        self.button(name, **how).click()
+
+    @property
+    def trouble(self) -> Any:
+        """What is said below the question."""
+        return self.tab.locator("#foot .trouble")
+
+    @property
+    def chip(self) -> Any:
+        """What is said of the picture that waits."""
+        return self.tab.locator(".chip .words")
+
     @property
     def question(self) -> Any:
         return self.tab.locator("#question")
@@ -147,6 +163,14 @@ class Page:
         if opener.is_visible():
             opener.click()
         self.tab.locator("#side").get_by_role("button", name=name, exact=True).click()
+
+    def settings(self, fields: dict[str, Any]) -> None:
+        """Fill fields of the settings by their labels, or uncheck them."""
+        self.menu("Settings")
+        for label, value in fields.items():
+            field = self.tab.get_by_label(label)
+            field.fill(value) if value else field.uncheck()
+        self.click("Done")
 
     def delete(self, title: str) -> None:
         """Delete a conversation, and say yes."""

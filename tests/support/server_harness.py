@@ -31,6 +31,7 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.running import Server, make_server
 from keepsight.server.service import Service
 
+CHAT = "/v1/chat/completions"
 QUESTION = "What is in the picture?"
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
@@ -113,7 +114,11 @@ class Client:
             return error.code, parsed(error.read()), error.headers
 
     def chat(self, body: dict[str, Any], **more: Any) -> tuple[int, Any, Any]:
-        return self.call("/v1/chat/completions", {"model": "demo", **body}, **more)
+        return self.call(CHAT, {"model": "demo", **body}, **more)
+
+    def stream(self, body: dict[str, Any]) -> list[Any]:
+        """The events of an answer in a chat."""
+        return self.events(CHAT, {"model": "demo", **body, "stream": True})
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream."""
