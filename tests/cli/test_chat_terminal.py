@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -19,7 +20,6 @@ from rich.console import Console
 from support.commands import run
 from support.hostile import hear_interrupts
 
-import keepsight as ks
 from keepsight.cli.chat import Shell
 from keepsight.cli.line_editor import completions, history_at
 from keepsight.cli.terminal import WrittenWords, loading_line
@@ -207,27 +207,27 @@ class _CtrlC:
         return scores
 
 
-def test_ctrl_c_keeps_the_answer_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_answer_so_far(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = io.StringIO()
-    with ks.load("demo") as vlm:
-        shell = Shell(vlm, Console(file=lines), {"logits_processor": [_CtrlC()]})
-        monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n/retry\n"))
-        shell.run()
-        assert "the answer so far is in the history" in lines.getvalue()
-        question, answer = shell.session.messages
-        assert question["content"][-1]["text"] == "Hello!"
-        assert answer["role"] == "assistant" and answer["content"][0]["text"]
-        assert vlm.ask("Hello!", max_new_tokens=2).tokens  # nothing is left taken
+    shell = Shell(dense, Console(file=lines), {"logits_processor": [_CtrlC()]})
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n/retry\n"))
+    shell.run()
+    assert "the answer so far is in the history" in lines.getvalue()
+    question, answer = shell.session.messages
+    assert question["content"][-1]["text"] == "Hello!"
+    assert answer["role"] == "assistant" and answer["content"][0]["text"]
+    assert dense.ask("Hello!", max_new_tokens=2).tokens  # nothing is left taken
 
 
-def test_ctrl_c_in_a_retry_leaves_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_retry_leaves_the_conversation(
+    dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = io.StringIO()
-    with ks.load("demo") as vlm:
-        shell = Shell(vlm, Console(file=lines), {})
-        shell.ask("Hello!")
-        before = shell.session.messages
-        shell.options["logits_processor"] = [_CtrlC()]
-        monkeypatch.setattr("sys.stdin", io.StringIO("/retry\n"))
-        shell.run()
-        assert "nothing of it is in the history" in lines.getvalue()
-        assert shell.session.messages is before
+    shell = Shell(dense, Console(file=lines), {})
+    shell.ask("Hello!")
+    before = shell.session.messages
+    shell.options["logits_processor"] = [_CtrlC()]
+    monkeypatch.setattr("sys.stdin", io.StringIO("/retry\n"))
+    shell.run()
+    assert "nothing of it is in the history" in lines.getvalue()
+    assert shell.session.messages is before
