@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +80,31 @@ def test_what_was_remembered_is_remembered_after_a_restart_and_a_kill(
 
 def killed_at_work(server: Process, expected: dict[Any, str]) -> None:
     """Have it acknowledge that all is stored, and kill it while four threads use it."""
-    stop, wrong = threading.Event(), list[Any]()
+
+    def work(number: int) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # until the server is gone
+            for turn in itertools.count(number):
+                chat = CHATS[turn % len(CHATS)]
+                assert answer(server, *chat)[0] == expected[chat]
+                server.upload(png(scene(100 + turn)))
+
     assert server.call("/v1/cache/flush", {})[1] == {"object": "cache.flush", "stored": True}
-    threads = [
-        threading.Thread(target=load, args=(server, stop, wrong, expected, n), daemon=True)
-        for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for chat in CHATS[1:3]:  # in the middle of the others' work
-        answer(server, *chat)
-    server.stop(signal.SIGKILL)
-    stop.set()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong, wrong[0]
+    with ThreadPoolExecutor(4) as pool:
+        working = [pool.submit(work, number) for number in range(4)]
+        try:
+            for chat in CHATS[1:3]:  # in the middle of the others' work
+                answer(server, *chat)
+        finally:
+            server.stop(signal.SIGKILL)
+    for one in working:
+        one.result()
 
 
 def look_after_a_kill(store: str, sent: str, expected: dict[Any, str]) -> None:
     """Nothing is lost that was acknowledged."""
     with served("--store", store) as server:
-        told = server.call("/v1/cache/explain", {"model": "demo", **_plain(CHATS[1])})[1]["report"]
+        prompt = {"model": "demo", "messages": body(*CHATS[1])["messages"]}
+        told = server.call("/v1/cache/explain", prompt)[1]["report"]
         assert told["cached_tokens"] == told["prompt_tokens"]
         assert server.call(f"/v1/files/{sent}/content")[0] == 200
         for chat in CHATS:
@@ -108,26 +113,3 @@ def look_after_a_kill(store: str, sent: str, expected: dict[Any, str]) -> None:
             assert server.call(f"/v1/files/{file['id']}/content")[0] == 200
         assert server.stop() == 0
     assert open_store(store).check() == []
-
-
-def load(server: Client, stop: threading.Event, wrong: list[Any], expected: Any, n: int) -> None:
-    """Ask, upload and hang up until the server is gone."""
-    turn = n
-    while not stop.is_set():
-        turn += 1
-        chat = CHATS[turn % len(CHATS)]
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            if turn % 4 == 0:
-                with server.raw() as connection:
-                    connection.sendall(b"POST /v1/prepare HTTP/1.1\r\ncontent-length: 9\r\n\r\n{")
-            elif turn % 4 == 1:
-                server.upload(png(scene(100 + turn)))
-            else:
-                status, reply, _ = server.chat(body(*chat))
-                text = reply["choices"][0]["message"]["content"] if status == 200 else reply
-                if text != expected[chat]:
-                    wrong.append((chat, text))
-
-
-def _plain(chat: tuple[int, str]) -> dict[str, Any]:
-    return {"messages": body(*chat)["messages"]}
