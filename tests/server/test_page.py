@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from support.hostile import encoded
-from support.page_browser import Page, browser, expect, forget
+from support.page_browser import Page, browser, expect
 from support.server_harness import Live, Scripted, asked, live, png
 
 import keepsight as ks
@@ -30,9 +30,18 @@ Open = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile")) as it:
+def chrome() -> Iterator[Any]:
+    with browser() as it:
         yield it
+
+
+@pytest.fixture
+def context(chrome: Any) -> Iterator[Any]:
+    """A browser that has seen nothing yet."""
+    it = chrome.new_context()
+    it.set_default_timeout(20_000)
+    yield it
+    it.close()
 
 
 @pytest.fixture
@@ -46,11 +55,7 @@ def opened(context: Any, server: Live) -> Iterator[Open]:
 
     server.call("/v1/cache/reset", {})
     yield open_page
-    wrong = [text for page in pages for text in page.wrong]
-    for page in pages:
-        page.close()
-    forget(context, server.url)
-    assert not wrong
+    assert not [text for page in pages for text in page.wrong]
 
 
 @pytest.fixture
@@ -735,4 +740,3 @@ def test_the_schema_is_read_without_anything_from_elsewhere(
     expect(page.tab.locator("#record-ChatMessage tr", has_text="role")).to_contain_text("developer")
     assert page.overflow() <= 0 and not page.wrong
     assert asked and all(url.startswith(server.url) for url in asked)
-    page.close()

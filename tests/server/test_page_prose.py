@@ -51,9 +51,9 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tab(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with browser(tmp_path_factory.mktemp("profile")) as context:
-        tab = context.new_page()
+def tab(url: str) -> Iterator[Any]:
+    with browser() as chrome:
+        tab = chrome.new_page()
         tab.goto(url)
         yield tab
 

@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,34 +59,16 @@ def chromium() -> str:
 
 
 @contextmanager
-def browser(profile: Path) -> Iterator[Any]:
-    """A browser with an empty profile."""
+def browser() -> Iterator[Any]:
+    """A browser; each of its contexts has a profile of its own."""
     path = chromium()
     with playwright.sync_playwright() as driver:
-        context = driver.chromium.launch_persistent_context(
-            profile, executable_path=path, headless=True, args=_FLAGS
-        )
-        context.set_default_timeout(20_000)
+        started = driver.chromium.launch(executable_path=path, headless=True, args=_FLAGS)
         expect.set_options(timeout=20_000)
         try:
-            yield context
+            yield started
         finally:
-            context.close()
-
-
-_FORGET = """() => new Promise((done) => {
-  localStorage.clear(), sessionStorage.clear();
-  const asked = indexedDB.deleteDatabase("keepsight");
-  asked.onsuccess = asked.onerror = done;
-})"""
-
-
-def forget(context: Any, url: str) -> None:
-    """Empty what a browser keeps for the pages of a server."""
-    tab = context.new_page()
-    tab.goto(f"{url}/page/theme.js")  # of the same origin, and not a page that keeps anything
-    tab.evaluate(_FORGET)
-    tab.close()
+            started.close()
 
 
 class Page:
@@ -199,6 +180,3 @@ class Page:
         """How many pixels the page is wider than the window."""
         wide: int = self.tab.evaluate("document.documentElement.scrollWidth - innerWidth")
         return wide
-
-    def close(self) -> None:
-        self.tab.close()
