@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.common import until
-from support.file_systems import allow_writing, fill_up, mounted, unmount
+from support.file_systems import allow_writing, fill_up, mounted
 from support.models import picture
 from support.server_harness import asked, live, scene
 
@@ -167,25 +167,6 @@ def test_a_disk_that_becomes_read_only_is_read_and_what_it_refuses_is_named(
             assert answers(vlm) == wanted
             vlm.flush()
             assert vlm.runtime.store.check() == [] and not damaged(disk)
-
-
-def test_a_disk_that_is_taken_away_is_not_written_beneath(
-    demo_parts: dict[str, Any], tmp_path: Path, wanted: list[str]
-) -> None:
-    disk = tmp_path / "disk"
-    with mounted(disk):
-        with ks.wrap(*demo_parts["demo"], store=disk / "store") as vlm, asking(vlm):
-            assert answers(vlm) == wanted
-            vlm.flush()
-            vlm.clear()
-            unmount(disk)
-            for _ in range(2):
-                assert answers(vlm) == wanted
-                vlm.clear()
-            until(lambda: vlm.stats()["store"]["state"] == "gone")
-            with pytest.raises(StoreError, match="gone|mounted"):
-                vlm.flush()
-        assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("salted", [False, True])

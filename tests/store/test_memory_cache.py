@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -88,52 +87,20 @@ Shelves.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestShelves = Shelves.TestCase
 
 
-class OldestMachine(RuleBasedStateMachine):
-    """A dictionary in order of use is the model; a thing's size is its value."""
-
-    BUDGET = 20
-    names = st.sampled_from("abcdef")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recent: MemoryCache[int] = MemoryCache(self.BUDGET, lambda size: size)
-        self.model: OrderedDict[str, int] = OrderedDict()
-
-    @rule(name=names, size=st.integers(0, 25))
-    def put(self, name: str, size: int) -> None:
-        self.recent.put("", name, size)
-        self.model.pop(name, None)
-        if size <= self.BUDGET:
-            self.model[name] = size
-        while sum(self.model.values()) > self.BUDGET:
-            self.model.popitem(last=False)
-
-    @rule(name=names)
-    def get(self, name: str) -> None:
-        assert self.recent.get("", name) == self.model.get(name)
-        if name in self.model:
-            self.model.move_to_end(name)
-
-    @rule(name=names)
-    def pop(self, name: str) -> None:
-        self.recent.pop("", name)
-        self.model.pop(name, None)
-
-    @rule()
-    def clear(self) -> None:
-        self.recent.clear()
-        self.model.clear()
-
-    @invariant()
-    def agrees(self) -> None:
-        audit_cache(self.recent)
-        assert len(self.recent) == len(self.model)
-        assert self.recent.nbytes == sum(self.model.values())
-        assert all(self.recent.has("", n) == (n in self.model) for n in "abcdef")
-
-
-TestOldest = OldestMachine.TestCase
-TestOldest.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+def test_the_least_recently_used_goes_first() -> None:
+    recent: MemoryCache[int] = MemoryCache(20, lambda size: size)
+    for name, size in (("a", 8), ("b", 8), ("c", 4)):
+        recent.put("", name, size)
+    assert recent.get("", "a") == 8
+    recent.put("", "c", 5)  # anew, and larger
+    assert recent.get("", "b") is None and (recent.get("", "a"), recent.get("", "c")) == (8, 5)
+    recent.put("", "d", 9)
+    assert [recent.has("", name) for name in "abcd"] == [False, False, True, True]
+    recent.put("", "e", 21)  # it finds no room, and nothing goes for it
+    recent.put("", "c", 21)  # what was under its name is not what was put
+    assert [recent.has("", name) for name in "abcde"] == [False, False, False, True, False]
+    recent.clear()
+    assert recent.nbytes == len(recent) == 0
 
 
 def test_the_books_are_really_checked() -> None:

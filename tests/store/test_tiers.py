@@ -29,59 +29,9 @@ ADDRESS = "trial://shared/store"
 class TestTieredStore(StoreTests):
     """Two folders in a row: each promise of a store holds for both together."""
 
-    @pytest.fixture(autouse=True)
-    def _closed(self) -> Iterator[None]:
-        self.made: list[TieredStore] = []
-        yield
-        for store in self.made:
-            store.close()
-
     def make_store(self, folder: Path, budget: int | None = None) -> TieredStore:
         near = DiskStore(folder / "near", budget)
-        self.made.append(TieredStore(near, RemoteStore(f"file://{folder}/far")))
-        return self.made[-1]
-
-    def files(self, folder: Path) -> Path:
-        return folder / "near"
-
-    def damage(self, folder: Path) -> Path:
-        """In both, since what is damaged in one alone is read from the other."""
-        paths = []
-        for name in ("near", "far"):
-            path = next((folder / name).glob(f"package/*/{KEYS[1]}*"))
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
-            paths.append(path)
-        return paths[0]
-
-    def test_a_changed_byte_makes_an_entry_absent(self, tmp_path: Path) -> None:
-        """Both copies are named."""
-        store = self.filled(tmp_path)
-        path = self.damage(tmp_path)
-        wrong = store.check()
-        assert len(wrong) == 2 and all(KEYS[1] in line for line in wrong) and path.exists()
-        assert store.get("package", KEYS[1]) is None and not store.has("package", KEYS[1])
-        store.put("package", KEYS[1], *self.entry(1))
-        store.flush()
-        self.expect_entry(store, 1)
-        assert store.check() == []
-
-    def test_repair_puts_right_what_is_wrong(self, tmp_path: Path) -> None:
-        """In both."""
-        store = self.filled(tmp_path)
-        self.damage(tmp_path)
-        assert len(store.check(repair=True)) == 2 and store.check() == []
-        assert ("package", 1) not in self.names(store) and len(self.names(store)) == 5
-
-    def test_an_entry_under_another_key_is_absent(self, tmp_path: Path) -> None:
-        """The near copy lies, the far one is read instead."""
-        store = self.filled(tmp_path)
-        for path in list(self.files(tmp_path).glob(f"*/*/{KEYS[1]}*")):
-            twin = path.parents[1] / KEYS[3][:2] / path.name.replace(KEYS[1], KEYS[3])
-            twin.write_bytes(path.read_bytes())
-        self.expect_entry(store, 3)
-        assert store.note("alias", KEYS[3]) == {"number": 3}
+        return TieredStore(near, RemoteStore(f"file://{folder}/far"))
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +117,23 @@ def test_what_stands_on_something_far_is_promoted_after_it(pair: Pair) -> None:
     assert found(pair.both, 1, "snapshot") and found(pair.both, 2, "snapshot")
     pair.both.flush()
     assert names(pair.near) == {("snapshot", 1), ("snapshot", 2)}
+
+
+def test_several_come_from_all_tiers_and_what_depends_on_them_from_the_nearest(pair: Pair) -> None:
+    for number, base in enumerate([None, 0, 0, 1, 3, None]):
+        on = None if base is None else ("snapshot", KEYS[base])
+        put(pair.near, number, About(depends_on=on), "snapshot")
+    put(pair.far, 6, NOTHING, "snapshot")
+    pair.both.flush()
+    several = pair.both.get_all("snapshot", [KEYS[number] for number in (0, 1, 6, 4, 7)])
+    told = {KEYS.index(key): record["number"] for key, (_, record) in several.items()}
+    assert told == {number: number for number in (0, 1, 6, 4)}
+    upon = {
+        base and KEYS.index(base): sorted(KEYS.index(key) for key, _ in found)
+        for base, found in pair.both.below("snapshot", None, 32).items()
+    }
+    assert upon == {None: [0, 5], 0: [1, 2], 1: [3], 2: [], 3: [4], 4: [], 5: []}
+    assert set(pair.near.below("snapshot", KEYS[1], 32)) == {KEYS[1], KEYS[3], KEYS[4]}
 
 
 def test_what_the_near_one_lets_go_is_still_far(tmp_path: Path) -> None:
