@@ -64,7 +64,7 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
         started = [forked(root, first, budget, seed + turn) for first in firsts]
         for child, out in started:
             shared = len(set(firsts)) < len(firsts)
-            promises.hear(killed(child, out, chance.random() * 0.5), shared)
+            promises.hear(killed(child, out, chance.random() * 0.5, spoken=turn == 0), shared)
         store = DiskStore(root, budget)
         found = store.check(repair=True)
         assert all(is_harmless(line) for line in found), found
@@ -84,11 +84,7 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
 
 @pytest.mark.parametrize(("budget", "processes"), [(None, 1), (None, 2), (400_000, 2)])
 def test_random_kills(tmp_path: Path, budget: int | None, processes: int) -> None:
-    for attempt in range(10):  # a busy machine may kill all of them before their first word
-        promises = crash(tmp_path / str(attempt), 5, budget, processes, seed=processes + attempt)
-        if promises.kept:
-            return
-    pytest.fail("nothing was ever acknowledged before it was killed")
+    assert crash(tmp_path, 5, budget, processes, seed=processes).kept
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])

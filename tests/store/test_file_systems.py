@@ -32,7 +32,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PAUSE", 0.05)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def wanted(demo_parts: dict[str, Any]) -> list[str]:
     """What a model without a store says of some pictures."""
     with ks.wrap(*demo_parts["demo"]) as vlm:

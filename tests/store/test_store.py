@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support import BoundedStoreTests
+from support.hostile import ended_well, in_child
 from support.stores import KEYS, tensors
 
 import keepsight as ks
@@ -154,37 +153,25 @@ def test_gc_sweeps_what_killed_writers_left_but_not_what_is_being_written(tmp_pa
 # -- processes ---------------------------------------------------------------------------------
 
 
-SHARED = """
-import sys, torch
-from keepsight.system import digests
-from keepsight.store import DiskStore
-sys.stdin.readline()
-store = DiskStore(sys.argv[1])
-for n in range(60):
-    key = digests.digest("entry", n)
-    store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
-    store.put_note("alias", key, {"n": n})
-    if n % 10 == 9:
-        store.flush()
-told = store.stats()["broken"]
-store.close()
-print(told, len(store.check()))
-"""
-
-
 def test_processes_that_open_a_new_store_at_once_and_write_the_same_keys(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SHARED, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(3)]  # type: ignore[call-overload]
-    for process in processes:
-        process.stdin.write("now\n")
-        process.stdin.flush()
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["None 0\n"] * 3
+    def work() -> bool:
+        store = DiskStore(tmp_path)
+        for number in range(60):
+            key = digests.digest("entry", number)
+            store.put("package", key, tensors(number, 5000), {"n": number})
+            store.put_note("alias", key, {"n": number})
+            if number % 10 == 9:
+                store.flush()
+        told = store.stats()["broken"]
+        store.close()
+        return told is None and store.check() == []
+
+    assert all(map(ended_well, [in_child(work) for _ in range(3)]))
     store = DiskStore(tmp_path)
     assert store.check() == [] and len(list(store.entries())) == 120
-    for n in range(60):
-        found = store.get("package", digests.digest("entry", n))
-        assert found is not None and (found[0]["a"] == n).all()
+    for number in range(60):
+        found = store.get("package", digests.digest("entry", number))
+        assert found is not None and (found[0]["a"] == number).all()
     assert list(tmp_path.rglob(".part-*")) == []
 
 
@@ -580,15 +567,13 @@ def test_a_chain_goes_from_its_end(tmp_path: Path, opened: Any) -> None:
 def test_a_forked_child_uses_the_store_by_itself(tmp_path: Path, opened: Any) -> None:
     store = opened(tmp_path)
     fill(store, 2)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            fill(store, 4)
-            expect_whole(store, 4)
-            code = 0 if store.stats()["entries"] == 8 else 2
-        os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> bool:
+        fill(store, 4)
+        expect_whole(store, 4)
+        return store.stats()["entries"] == 8
+
+    assert ended_well(in_child(work))
     assert len(list(store.entries())) == 8 and store.check() == []
 
 
@@ -656,7 +641,7 @@ def test_a_long_conversation_asks_a_store_a_few_times(
 ) -> None:
     said = [{"role": "user", "content": "Hello there."}]
     with ks.load("demo", store=tmp_path) as vlm:
-        for turn in range(8):
+        for turn in range(5):
             reply = vlm.chat(said, max_new_tokens=2)
             said += [
                 {"role": "assistant", "content": reply.text},

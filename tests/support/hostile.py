@@ -6,6 +6,7 @@ all hold, so `sealed` writes those too: what it says must then be checked for se
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,7 +15,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,22 @@ def start(script: str, *arguments: Any) -> subprocess.Popen[str]:
         text=True,
         preexec_fn=hear_interrupts,
     )
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """A fork of this process that only does this; its id, for `ended_well`."""
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = work() is False
+        os._exit(code)
+    return child
+
+
+def ended_well(child: int) -> bool:
+    """Whether such a fork raised nothing and found nothing wrong, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def lines_until_killed(process: subprocess.Popen[str], count: int) -> list[str]:

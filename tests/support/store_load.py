@@ -94,13 +94,15 @@ def forked(root: Path, first: int, budget: int | None, seed: int) -> tuple[int, 
     os._exit(0)
 
 
-def killed(child: int, out: int, seconds: float | None) -> list[str]:
-    """Let it work, kill -9 (unless it does that itself), and all that it said."""
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
+def killed(child: int, out: int, seconds: float | None, spoken: bool = False) -> list[str]:
+    """Let it work (from its first word on, if it must have spoken), kill -9 (unless it does that
+    itself), and all that it said."""
     with os.fdopen(out) as said:
-        lines = said.read().split("\n")
+        first = said.readline() if spoken else ""
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        lines = (first + said.read()).split("\n")
     os.waitpid(child, 0)
     return [line for line in lines if line]
 
