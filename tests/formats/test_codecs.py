@@ -329,6 +329,9 @@ def test_another_error_is_another_package(tmp_path: Path) -> None:
     assert liar.feature_id != wide_package().pack("int8").feature_id
 
 
+PACKED = wide_package().pack("int8")
+
+
 @bounded(60)
 @given(
     st.recursive(
@@ -336,12 +339,11 @@ def test_another_error_is_another_package(tmp_path: Path) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_any_codec_record_at_all(tmp_path: Path, nonsense: Any) -> None:
-    pack = wide_package().pack("int8")
-    record = copy.deepcopy(pack.record())
+def test_any_codec_record_at_all(nonsense: Any) -> None:
+    record = copy.deepcopy(PACKED.record())
     record["provenance"]["codec"] = nonsense
     with pytest.raises(FileError):
-        Package.from_record(dict(pack.stored), record, "here")
+        Package.from_record(dict(PACKED.stored), record, "here")
 
 
 # -- in use ------------------------------------------------------------------------------------
