@@ -28,16 +28,6 @@ def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Three pictures, two of them in folders of their own."""
-    folder = tmp_path / "photos"
-    (folder / "trip" / "day").mkdir(parents=True)
-    for number, place in enumerate((folder, folder / "trip", folder / "trip" / "day")):
-        (place / f"p{number}.png").write_bytes(png(number, (96, 96)))
-    return folder
-
-
-@pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
@@ -116,7 +106,7 @@ def test_names_do_not_matter(vlm: Any, photos: Path, out: Path, demo_parts: dict
 
 def test_other_content_under_the_same_name_is_encoded(vlm: Any, photos: Path, out: Path) -> None:
     (before, *_) = encode([photos], vlm, files=out)
-    (photos / "p0.png").write_bytes(png(7, (96, 96)))
+    (photos / "p0.png").write_bytes(png(7))
     results = list(encode([photos], vlm, files=out))
     assert statuses(results)["p0.png"] == "encoded"
     assert results[0].package != before.package and before.package.exists()

@@ -46,16 +46,6 @@ def names(found: list[Any]) -> list[str]:
     return [Path(item.name).name for item in found]
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Three pictures, two of them in folders of their own."""
-    folder = tmp_path / "photos"
-    (folder / "trip" / "day").mkdir(parents=True)
-    for number, place in enumerate((folder, folder / "trip", folder / "trip" / "day")):
-        (place / f"p{number}.png").write_bytes(png(number))
-    return folder
-
-
 # -- files, folders, globs ---------------------------------------------------------------------
 
 
