@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
-import io
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.hostile import encoded
 from support.model_parts import picture
 from support.models import demo_parts
 
 import keepsight as ks
 from keepsight import Together
 from keepsight.errors import InputError, MadeElsewhere, NotStored, PinsFull
+from keepsight.media.sources import Download
 
 QUESTION = "What is in this picture, and where does it stand?"
 MODELS = ["demo", "demo-hybrid"]
@@ -264,25 +264,18 @@ def test_a_session_is_of_the_tenant_that_resumes_it(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("of", ["a picture", "a conversation"])
 @pytest.mark.parametrize("call", ["pin", "delete"])
-def test_a_slow_host_of_a_picture_stops_no_other_answer(call: str, of: str) -> None:
+def test_a_slow_host_of_a_picture_stops_no_other_answer(
+    monkeypatch: pytest.MonkeyPatch, call: str, of: str
+) -> None:
     asked, goes_on = threading.Event(), threading.Event()
-    data = io.BytesIO()
-    picture(1).save(data, "png")
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.set()
-            goes_on.wait(60)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data.getvalue())
+    def slow(url: str, known: Any = None) -> Download:
+        asked.set()
+        goes_on.wait(60)
+        return Download(encoded(picture(1)), {})
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    site = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=site.serve_forever, daemon=True).start()
-    address: Any = f"http://127.0.0.1:{site.server_port}/1"
+    monkeypatch.setattr("keepsight.media.caches.download", slow)
+    address: Any = "http://slow.example/1.png"
     if of == "a conversation":
         address = [{"role": "user", "content": [{"type": "image", "image": address}]}]
     with load("demo") as vlm:
@@ -302,7 +295,6 @@ def test_a_slow_host_of_a_picture_stops_no_other_answer(call: str, of: str) -> N
         assert bool(pinned) == (call == "pin")
         assert len(list(known)) == (2 if call == "pin" else 1)
         vlm.runtime.check()
-    site.shutdown(), site.server_close()
 
 
 # -- how much may be pinned ---------------------------------------------------------------------
@@ -315,7 +307,7 @@ def _counted(vlm: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"cache_budget": "1200KB"}, {"vision_budget": "300KB"}, {"tenant_quota": "300KB"}],
+    [{"cache_budget": "1200KB"}, {"vision_budget": "100KB"}, {"tenant_quota": "300KB"}],
 )
 def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]) -> None:
     with load(name, **limits) as vlm:

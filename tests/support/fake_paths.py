@@ -160,19 +160,6 @@ def expect_values(node: Node, whole: Prompt, fixed: bool, until: int | None = No
         assert torch.equal(node.logits, fake_logits(tokens))
 
 
-def counted(tree: Tree) -> int:
-    """Unique storage bytes reachable from the roots, or forgotten and held, counted by walking."""
-    storages: dict[int, int] = {}
-    stack = [*tree.roots.values(), *tree.detached]
-    while stack:
-        node = stack.pop()
-        stack += node.children.values()
-        for tensor in node.tensors():
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def spliced(whole: Prompt, keep: int, more: Prompt) -> Prompt:
     """The first `keep` tokens (no medium torn), then others."""
     while any(r[0][0] < keep < r[-1][1] for r in whole.ranges):
