@@ -40,41 +40,35 @@ def afresh(model: Any, processor: Any, inputs: Any, **how: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_equal_the_whole_conversation_afresh(kind: str) -> None:
+    """Also where `generate` is given the query alone."""
     model, processor = build(kind)
-    with ks.wrap(model, processor) as vlm, vlm.prefix(SHOWN) as prefix:
+    with (
+        ks.wrap(model, processor) as vlm,
+        vlm.prefix(SHOWN) as prefix,
+        ks.wrap(model, processor) as other,
+        other.prefix(SHOWN) as same,
+    ):
         assert prefix.report.computed_tokens == prefix.tokens
         encoded = vlm.stats()["features"]["encoded"]
         for number, query in enumerate(QUERIES):
-            inputs = whole(processor, query)
+            inputs, alone = whole(processor, query), stock_inputs(processor, query)
             wanted = afresh(model, processor, inputs)
             found = prefix.generate(**inputs, **DICT)
             assert torch.equal(found.sequences, wanted.sequences)
             assert all(map(torch.equal, found.logits, wanted.logits))
             assert found.usage.cached_tokens >= prefix.tokens - 1
+            new = found.sequences[:, inputs["input_ids"].shape[1] :]
             reply = prefix.chat(query, **HOW)
-            assert reply.tokens == found.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-            assert reply.usage.images_encoded == 0
-            new = 1 if number == 1 else 0
-            assert vlm.stats()["features"]["encoded"] - encoded <= number + new
-        stock = model.generate(**inputs, **HOW)
-        assert torch.equal(found.sequences, stock)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
-def test_a_query_alone_stands_behind_the_prefix(kind: str) -> None:
-    model, processor = build(kind)
-    with ks.wrap(model, processor) as vlm, vlm.prefix(SHOWN) as prefix:
-        for query in QUERIES:
-            alone, all_of_it = stock_inputs(processor, query), whole(processor, query)
-            wanted = afresh(model, processor, all_of_it)
-            found = prefix.generate(**alone, **DICT)
+            assert reply.tokens == new[0].tolist() and reply.usage.images_encoded == 0
+            assert vlm.stats()["features"]["encoded"] - encoded <= number + (number == 1)
+            found = same.generate(**alone, **DICT)
             start = alone["input_ids"].shape[1]
             assert torch.equal(found.sequences[:, :start], alone["input_ids"])
-            new = wanted.sequences[:, all_of_it["input_ids"].shape[1] :]
             assert torch.equal(found.sequences[:, start:], new)
             assert all(map(torch.equal, found.logits, wanted.logits))
-        with pytest.raises(UnsupportedInput, match="position_ids"):
-            prefix.generate(**alone, position_ids=torch.arange(start)[None], **HOW)
+            with pytest.raises(UnsupportedInput, match="position_ids"):
+                same.generate(**alone, position_ids=torch.arange(start)[None], **HOW)
+        assert torch.equal(wanted.sequences, model.generate(**inputs, **HOW))
 
 
 def test_held_while_it_lives_and_prepared_again_when_forgotten(vlm: Any) -> None:
