@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.answers import logits
+from support.hostile import opened_up
 from support.models import build, in_both, picture
 
 import keepsight as ks
@@ -17,13 +18,8 @@ from keepsight.formats import tensorfile
 LONG = "Please look at this picture very carefully and then tell me all that you see in it."
 
 
-def fresh_answer(vlm: Any, session: Any) -> list[int]:
-    """The last answer of a session, computed by a memory that has seen nothing."""
-    with ks.wrap(vlm.model, vlm.processor) as fresh:
-        return fresh.chat(session.messages[:-1], max_new_tokens=6).tokens
-
-
 def test_forks_share_and_part(demo: Any) -> None:
+    """(That answers are right is held in laws/test_random_conversations.py.)"""
     one = demo.session()
     one.ask(LONG, picture(1), max_new_tokens=6)
     two = one.fork()
@@ -31,8 +27,8 @@ def test_forks_share_and_part(demo: Any) -> None:
     b = two.ask("Where does it stand in there?", picture(2), max_new_tokens=6)
     assert min(a.usage.cached_tokens, b.usage.cached_tokens) > 50
     assert b.usage.images_encoded == 1
-    assert a.tokens == fresh_answer(demo, one) and b.tokens == fresh_answer(demo, two)
     assert len(one.messages) == len(two.messages) == 4
+    assert one.messages[:2] == two.messages[:2] and one.messages[2:] != two.messages[2:]
 
 
 def test_edit_and_regenerate(demo: Any) -> None:
@@ -45,12 +41,9 @@ def test_edit_and_regenerate(demo: Any) -> None:
     edited = session.edit(1, "What size does the shape have?", max_new_tokens=6)
     assert edited.usage.images == 2 and edited.usage.images_encoded == 0
     assert edited.usage.cached_tokens > 0
-    assert edited.tokens == fresh_answer(demo, session)
     first = session.edit(0, "Describe it.", [picture(3)], max_new_tokens=6)
     assert first.usage.images == 1 and len(session.messages) == 2
-    with pytest.raises(InputError, match="no user turn 5"):
-        session.edit(5, "What?")
-    for wrong in ("0", 0.5, None):
+    for wrong in (5, "0", 0.5, None):
         with pytest.raises(InputError, match=f"there is no user turn {wrong!r}; there are 1"):
             session.edit(wrong, "What?")
 
@@ -128,12 +121,10 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     session = demo.session()
     session.ask(LONG, picture(1), max_new_tokens=3)
     path = session.save(tmp_path / "talk.keep")
-    tensors, record = tensorfile.read(path, "session", 1)
+    tensors, record = opened_up(path, "session")
     for message in record["messages"]:
         if message["role"] == "user":
             message["content"][-1]["text"] = "Please look at nothing at all, and say nothing."
-    for name in ("kind", "format", "tensors"):
-        record.pop(name)
     lying = tmp_path / "lying.keep"
     tensorfile.save(lying, "session", 1, tensors, record)
     demo.clear()
@@ -156,7 +147,7 @@ def test_snapshots_of_another_shape_never_reach_the_tree(
     """Right ids, right rows, right digests, and still nothing this model could have made."""
     session = demo.session()
     session.ask(LONG, picture(1), max_new_tokens=3)
-    tensors, record = tensorfile.read(session.save(tmp_path / "talk.keep"), "session", 1)
+    tensors, record = opened_up(session.save(tmp_path / "talk.keep"), "session")
     for name, tensor in list(tensors.items()):
         if "/kv/" in name and change == "dtype":
             tensors[name] = tensor.to(torch.float16)
@@ -166,8 +157,6 @@ def test_snapshots_of_another_shape_never_reach_the_tree(
             tensors[name] = tensor[:-2].clone()
         elif "/fixed/" in name and change == "state":
             tensors[name] = tensor[..., :-1].clone()
-    for name in ("kind", "format", "tensors"):
-        record.pop(name)
     lying = tmp_path / "lying.keep"
     tensorfile.save(lying, "session", 1, tensors, record)
     with ks.wrap(demo.model, demo.processor) as fresh:
@@ -185,23 +174,18 @@ def test_an_empty_conversation_is_saved_and_resumed(dense: Any, tmp_path: Path) 
     assert session.ask("Hello!", max_new_tokens=2).tokens
 
 
-@pytest.mark.parametrize("name", ["missing.keep", "zero\0byte", "half \ud800"])
+@pytest.mark.parametrize("name", ["missing.keep", "file/talk.keep", "zero\0byte", "half \ud800"])
 def test_a_file_that_cannot_be_opened_is_named(dense: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
     for load in (dense.resume, ks.Package.load):
         with pytest.raises(StoreError, match="cannot be read: "):
             load(tmp_path / name)
-    if name != "missing.keep":
-        with pytest.raises(StoreError, match="cannot be written: "):
-            dense.session().save(tmp_path / name)
-
-
-def test_saving_where_nothing_can_be_written(dense: Any, tmp_path: Path) -> None:
     session = dense.session()
     session.ask("Hello!", max_new_tokens=2)
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StoreError, match="talk.keep cannot be written"):
-        session.save(tmp_path / "file" / "talk.keep")
-    assert session.ask("Well?", max_new_tokens=2).tokens
+    if name != "missing.keep":
+        with pytest.raises(StoreError, match="cannot be written: "):
+            session.save(tmp_path / name)
+        assert session.ask("Well?", max_new_tokens=2).tokens
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,19 +23,6 @@ from keepsight.system.accounts import account_of, under_salt
 
 QUOTA = 20_000
 Opened = Callable[..., DiskStore]
-
-
-@pytest.fixture
-def opened() -> Iterator[Opened]:
-    made: list[DiskStore] = []
-
-    def make(root: Path, quota: int | None = QUOTA, **options: Any) -> DiskStore:
-        made.append(DiskStore(root, quota=quota, **options))
-        return made[-1]
-
-    yield make
-    for store in made:
-        store.close()
 
 
 def put(store: DiskStore, name: str | None, number: int = 0, size: int = 1000) -> str:
@@ -64,7 +50,7 @@ def salts(tenant: str, count: int = 12) -> list[str | None]:
 def test_all_salts_of_a_tenant_have_one_quota_on_disk(
     tmp_path: Path, opened: Opened, tenant: str
 ) -> None:
-    store = opened(tmp_path)
+    store = opened(tmp_path, quota=QUOTA)
     put(store, "bob", 1)
     for name in salts(tenant):
         put(store, name)
@@ -75,10 +61,10 @@ def test_all_salts_of_a_tenant_have_one_quota_on_disk(
 
 
 def test_pins_of_all_salts_count_together(tmp_path: Path, opened: Opened) -> None:
-    loose = opened(tmp_path, quota=None)
+    loose = opened(tmp_path)
     keys = {name: put(loose, name) for name in salts("ann", 6)}
     loose.close()
-    store = opened(tmp_path)
+    store = opened(tmp_path, quota=QUOTA)
     pinned = 0
     with pytest.raises(PinsFull, match="unpin something"):
         for name, key in keys.items():
@@ -93,7 +79,7 @@ def test_pins_of_all_salts_count_together(tmp_path: Path, opened: Opened) -> Non
 
 def test_salts_that_have_nothing_any_more_leave_nothing(tmp_path: Path, opened: Opened) -> None:
     """A folder takes room that no quota counts, and a key may have any number of salts."""
-    store = opened(tmp_path)
+    store = opened(tmp_path, quota=QUOTA)
     for name in salts("ann", 40):
         key = put(store, name)
         store.flush()
@@ -110,7 +96,7 @@ def test_salts_that_have_nothing_any_more_leave_nothing(tmp_path: Path, opened: 
 def test_a_salt_is_written_while_another_process_removes_its_folders(
     tmp_path: Path, opened: Opened
 ) -> None:
-    one, two = opened(tmp_path), opened(tmp_path)
+    one, two = opened(tmp_path, quota=QUOTA), opened(tmp_path, quota=QUOTA)
     name, over = under_salt("ann", "salt"), threading.Event()
 
     def clear() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, settings
 
+from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
 from keepsight.system import digests
 
@@ -76,6 +77,14 @@ def sealed(
 def entry(dtype: Any, shape: Any, start: Any, end: Any) -> dict[str, Any]:
     """What a header says of one tensor."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def opened_up(path: Path, kind: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What `tensorfile.save` was given for a file: to be saved again with something else in it."""
+    tensors, record = tensorfile.read(path, kind, 1)
+    for own in ("kind", "format", "tensors"):
+        record.pop(own)
+    return tensors, record
 
 
 def flipped(path: Path) -> Iterator[int]:

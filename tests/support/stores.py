@@ -20,6 +20,7 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import Record
 from keepsight.store import FORMAT, NOTHING, About, Store, layout
 from support.common import expect, raised, same_tensors, swapped_in
+from support.hostile import opened_up
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 IMAGES = ["image one", "image two"]
@@ -390,10 +391,7 @@ class StoreTests:
         self.filled(tmp_path)
         before = {}
         for path in self.files(tmp_path, f"{KEYS[1]}.sight"):
-            tensors, record = tensorfile.read(path, "package", FORMAT)
-            for own in ("kind", "format", "tensors"):
-                record.pop(own)
-            tensorfile.save(path, "package", FORMAT + 1, tensors, record)
+            tensorfile.save(path, "package", FORMAT + 1, *opened_up(path, "package"))
             before[path] = path.read_bytes()
         for _ in range(2):
             other = self.open(tmp_path)
