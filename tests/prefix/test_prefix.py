@@ -68,16 +68,10 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(budget=st.sampled_from([1 << 40, 3000, 900, 0]), has_fixed=st.booleans())
     def begin(self, budget: int, has_fixed: bool) -> None:
-        self.stretches = short_stretches()
-        self.stretches.__enter__()
         self.tree = Tree(budget, has_fixed)
         self.seen: dict[str, dict[tuple[tuple[Token, ...], bool], None]] = {"n": {}, "m": {}}
         self.prompts: list[Prompt] = []
         self.lost = False  # whether anything may have been let go
-
-    def teardown(self) -> None:
-        if hasattr(self, "stretches"):
-            self.stretches.__exit__(None, None, None)
 
     @rule(letters=letters, space=spaces, steps=st.none() | st.integers(0, 3))
     def serve(self, letters: list[str], space: str, steps: int | None) -> None:

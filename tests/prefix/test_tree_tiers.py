@@ -25,15 +25,11 @@ from hypothesis.stateful import (
 )
 from support.common import Clock
 from support.fake_paths import (
-    begun,
+    Turn,
     build,
     demote,
-    ends_of,
     evictable_bytes,
     expect_values,
-    fake_fixed,
-    fake_kv,
-    fake_logits,
     found,
     is_whole,
     path,
@@ -137,37 +133,6 @@ class Catalogue(Shelf):
         return {base: found[-count:]}
 
 
-class Turn:
-    """A turn that others can come between: begun, taken on chunk by chunk, ended."""
-
-    def __init__(self, tree: Tree, whole: Prompt, space: str = "n") -> None:
-        self.tree, self.whole, self.space = tree, whole, space
-        self.match, self.node = begun(tree, whole, space)
-        self.ends = ends_of(tree, whole, self.match)
-
-    def step(self, cost: float = 0.0) -> Node:
-        end = self.ends.pop(0)
-        tokens = path(self.whole)
-        logits = fake_logits(tokens) if end == len(self.whole) else None
-        kv, fixed = fake_kv(tokens, self.node.end, end), fake_fixed(tokens, end)
-        after = self.tree.insert(
-            self.node, self.whole, end, kv, fixed, logits, cost=cost, since=self.match.since
-        )
-        self.tree.release(self.node)
-        self.node = after
-        return after
-
-    def end(self) -> Turn:
-        self.tree.release(self.node)
-        self.tree.settle()
-        return self
-
-    def run(self, cost: float = 0.0) -> Turn:
-        while self.ends:
-            self.step(cost)
-        return self.end()
-
-
 def lies(tree: Tree, space: str = "n") -> dict[tuple[int, bool], str]:
     """Where the rows of each node of a namespace lie."""
     root = tree.root(space)
@@ -193,8 +158,6 @@ class TierMachine(RuleBasedStateMachine):
         has_fixed=st.booleans(),
     )
     def begin(self, budget: int, host: int, quota: Any, ttl: Any, stored: Any, has_fixed: bool):  # type: ignore[no-untyped-def]
-        self.stretches = short_stretches()
-        self.stretches.__enter__()
         self.clock = Clock()
         self.shelf = stored("", self.clock) if stored else None
         self.tree = Tree(
@@ -216,10 +179,6 @@ class TierMachine(RuleBasedStateMachine):
         self.came_back: set[tuple[str, str]] = set()  # in a turn that began after that
         self.cleared: dict[str, int] = {}  # when a space was
         self.born: dict[Any, float] = {}
-
-    def teardown(self) -> None:
-        if hasattr(self, "stretches"):
-            self.stretches.__exit__(None, None, None)
 
     def _begin(self, whole: Prompt, space: str) -> Turn:
         self.tree.root(space, self.tenant[space])

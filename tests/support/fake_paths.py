@@ -124,19 +124,42 @@ def ends_of(tree: Tree, whole: Prompt, match: Match) -> list[int]:
     return [] if match.whole else [*whole.ends(rule_of(tree), match.length), len(whole)]
 
 
+class Turn:
+    """A turn as the engine does it, that others can come between: begun, taken on chunk by chunk,
+    ended."""
+
+    def __init__(self, tree: Tree, whole: Prompt, space: str = "n") -> None:
+        self.tree, self.whole, self.space = tree, whole, space
+        self.match, self.node = begun(tree, whole, space)
+        self.ends = ends_of(tree, whole, self.match)
+
+    def step(self, cost: float = 0.0) -> Node:
+        end = self.ends.pop(0)
+        tokens = path(self.whole)
+        logits = fake_logits(tokens) if end == len(self.whole) else None
+        kv, fixed = fake_kv(tokens, self.node.end, end), fake_fixed(tokens, end)
+        after = self.tree.insert(
+            self.node, self.whole, end, kv, fixed, logits, cost=cost, since=self.match.since
+        )
+        self.tree.release(self.node)
+        self.node = after
+        return after
+
+    def end(self) -> Turn:
+        self.tree.release(self.node)
+        self.tree.settle()
+        return self
+
+    def run(self, steps: int | None = None, cost: float = 0.0) -> Turn:
+        """To its end, or until the client hangs up."""
+        for _ in self.ends[:steps]:
+            self.step(cost)
+        return self.end()
+
+
 def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = None) -> Match:
-    """As the engine does it: match, hold, load, then snapshot by snapshot; `steps` is when the
-    client hangs up."""
-    match, node = begun(tree, whole, space)
-    tokens = path(whole)
-    for end in ends_of(tree, whole, match)[:steps]:
-        logits = fake_logits(tokens) if end == len(whole) else None
-        kv, fixed = fake_kv(tokens, node.end, end), fake_fixed(tokens, end)
-        after = tree.insert(node, whole, end, kv, fixed, logits)
-        tree.release(node)
-        node = after
-    tree.release(node)
-    return match
+    """What a turn found that was run to its end, or for so many steps."""
+    return Turn(tree, whole, space).run(steps).match
 
 
 def is_whole(node: Node) -> bool:
@@ -144,19 +167,16 @@ def is_whole(node: Node) -> bool:
     return LOGITS in node.ends
 
 
-def expect_values(node: Node, whole: Prompt, fixed: bool, until: int | None = None) -> None:
-    """Everything that a reuse would take must be that of this very path, as far as it is used."""
+def expect_values(node: Node, whole: Prompt, fixed: bool) -> None:
+    """Everything that a reuse would take must be that of this very path."""
     tokens = path(whole)
-    until = node.end if until is None else until
     for n in node.chain():
         assert n.kv is not None
-        end = min(n.end, until)
-        rows = n.kv["kv"][:, :, : max(0, end - n.start)]
-        assert torch.equal(rows, fake_kv(tokens, n.start, max(n.start, end))["kv"])
+        assert torch.equal(n.kv["kv"], fake_kv(tokens, n.start, n.end)["kv"])
     if fixed and node.parent is not None:
         assert node.fixed is not None and set(node.fixed) == {"0.conv.0"}
         assert torch.equal(node.fixed["0.conv.0"], fake_fixed(tokens, node.end)["0.conv.0"])
-    if node.logits is not None and node.end == len(whole) == until:
+    if node.logits is not None and node.end == len(whole):
         assert torch.equal(node.logits, fake_logits(tokens))
 
 
