@@ -89,16 +89,6 @@ def test_rows_of_one_value_are_kept_exactly(row: list[float]) -> None:
     assert (kept["features.scale"] > 0).all()
 
 
-def test_an_offset_is_worth_its_bytes() -> None:
-    """The reason for affine codes: rows that lean to one side, as those of towers do."""
-    tensor = rows(5)
-    said = codecs.pack({"features": tensor}, "int8")[1]
-    scale = tensor.abs().amax(-1, keepdim=True) / 127
-    symmetric = (tensor / scale).round() * scale
-    lost = ((symmetric - tensor).square().sum() / tensor.square().sum()).sqrt().item()
-    assert said["tensors"]["features"]["relative_rms"] < 0.75 * lost
-
-
 # -- what is said of it ------------------------------------------------------------------------
 
 

@@ -91,26 +91,6 @@ def test_a_folder_and_an_address_hold_the_same_bytes(tmp_path: Path) -> None:
     assert len(lie(tmp_path / "remote")) == 7  # 3 entries for each of two, and a marker
 
 
-def test_a_bucket_copied_to_a_folder_is_a_store_and_the_reverse(
-    store: RemoteStore, tmp_path: Path
-) -> None:
-    put(store, 1)
-    put(store.tenant("ann"), 2)
-    store.flush()
-    for name, data in objects().items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    disk = DiskStore(tmp_path)
-    assert disk.get("package", KEYS[1]) is not None and disk.get("package", KEYS[2]) is None
-    put(disk, 3)
-    disk.flush()
-    disk.close()
-    for path in tmp_path.glob("package/*/*.sight"):
-        poke(str(path.relative_to(tmp_path)), path.read_bytes())
-    found = RemoteStore(ADDRESS).get("package", KEYS[3])
-    assert found is not None and torch.equal(found[0]["a"], tensors(3)["a"])
-
-
 # -- what goes over the line ---------------------------------------------------------------------
 
 
