@@ -119,13 +119,18 @@ def test_what_stands_on_something_far_is_promoted_after_it(pair: Pair) -> None:
     assert names(pair.near) == {("snapshot", 1), ("snapshot", 2)}
 
 
-def test_several_come_from_all_tiers_and_what_depends_on_them_from_the_nearest(pair: Pair) -> None:
+def test_several_come_from_all_tiers_and_what_depends_on_them_from_the_nearest_with_any(
+    pair: Pair,
+) -> None:
     for number, base in enumerate([None, 0, 0, 1, 3, None]):
         on = None if base is None else ("snapshot", KEYS[base])
         put(pair.near, number, About(depends_on=on), "snapshot")
     put(pair.far, 6, NOTHING, "snapshot")
+    put(pair.far, 7, About(depends_on=("snapshot", KEYS[6])), "snapshot")
     pair.both.flush()
-    several = pair.both.get_all("snapshot", [KEYS[number] for number in (0, 1, 6, 4, 7)])
+    [(key, _)] = pair.both.below("snapshot", KEYS[6], 32)[KEYS[6]]
+    assert key == KEYS[7], "where the nearest has none, the next is asked"
+    several = pair.both.get_all("snapshot", [KEYS[number] for number in (0, 1, 6, 4)])
     told = {KEYS.index(key): record["number"] for key, (_, record) in several.items()}
     assert told == {number: number for number in (0, 1, 6, 4)}
     upon = {
