@@ -82,12 +82,14 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
     return promises
 
 
+@pytest.mark.usefixtures("_nobody_writes")
 @pytest.mark.parametrize(("budget", "processes"), [(None, 1), (None, 2), (400_000, 2)])
 def test_random_kills(tmp_path: Path, budget: int | None, processes: int) -> None:
     assert crash(tmp_path, 5, budget, processes, seed=processes).kept
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("_nobody_writes")
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_step(tmp_path: Path, stride: int) -> None:
     """At each step of writing, entering and removing, what was promised holds."""
     for step in range(1, 400, stride):

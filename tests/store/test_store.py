@@ -470,6 +470,7 @@ def test_a_folder_in_place_of_an_entry_is_set_aside(
     assert store.check() == [] and len(list(tmp_path.rglob("inside"))) == 2
 
 
+@pytest.mark.usefixtures("_nobody_writes")
 def test_a_file_that_is_deleted_under_us_is_absent_and_told(tmp_path: Path, opened: Any) -> None:
     store = opened(tmp_path)
     fill(store)
@@ -481,6 +482,7 @@ def test_a_file_that_is_deleted_under_us_is_absent_and_told(tmp_path: Path, open
     expect_whole(store)
 
 
+@pytest.mark.usefixtures("_nobody_writes")
 def test_repair_makes_files_and_book_agree(tmp_path: Path, opened: Any) -> None:
     store = opened(tmp_path)
     fill(store, 4)
