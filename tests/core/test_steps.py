@@ -9,6 +9,7 @@ import torch
 from support.models import build, picture, stock_inputs, turn
 
 import keepsight as ks
+from keepsight.core.kernels import packing
 
 pytestmark = pytest.mark.tries_anew
 LLAMAS = ("qwen3_vl", "llava", "internvl")
@@ -35,6 +36,18 @@ def test_short_passes_have_the_bits_of_the_modules(name: str) -> None:
         wanted = vlm.generate(**inputs, **ASKED)
         assert _steps(vlm) == passes
     assert all(map(torch.equal, found.logits, wanted.logits))
+
+
+def test_bits_are_the_same_with_whichever_rows_weights_are_read_fastest(monkeypatch: Any) -> None:
+    found = list[tuple[torch.Tensor, ...]]()
+    for few in (4, 1):
+        monkeypatch.setattr(packing, "fastest_few", lambda packed, few=few: few)
+        with ks.wrap(*build("qwen3_vl"), pack=True, drafts=False) as vlm:
+            found.append(vlm.generate(**stock_inputs(vlm.processor, MESSAGES), **ASKED).logits)
+            assert {one.few for one in vlm.runtime.finding.kernels.linears.packed().values()} == {
+                few
+            }
+    assert all(map(torch.equal, *found))
 
 
 def test_a_hook_of_a_layer_sees_every_token() -> None:

@@ -8,6 +8,8 @@ number; a call with more is split. Packed weights are also read faster.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +27,9 @@ _BETWEEN = (*range(36, 64, 4), *range(72, 128, 8), *range(144, 256, 16))
 FINE = tuple(sorted({*COARSE, *_BETWEEN}))
 _FEW = 32  # rows that are tried at more places
 _NARROW = 32  # numbers that are added
-FEW = 4  # rows per call of a packed layer: with fewer, MKL and oneDNN read the weights more slowly
+# Rows per call of a packed layer: machines differ in which of them read the weights fastest.
+_WORTH = (4, 1)
+_SWEEPS, _SWEPT = 3, 512 << 20  # how often, and how many bytes, to find out
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of this many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
@@ -136,7 +140,7 @@ class Linears:
             result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
         else:
             packed = known
-            result = rule.run(lambda rows: packed.run(rows, bias), flat, FEW)
+            result = rule.run(lambda rows: packed.run(rows, bias), flat, packed.few)
         return result.view(*input.shape[:-1], out)
 
     def _piece(
@@ -168,7 +172,7 @@ class Linears:
             rule = self._rule(known.shape)
             if rule is None or count > rule.most or known.weights[-1] is not layers[-1].weight:
                 return None
-            rows, kernel = rule.fill(max(count, FEW)), _KERNELS.index(known.kernel)
+            rows, kernel = rule.fill(max(count, known.few)), _KERNELS.index(known.kernel)
             return [known.tensor], [known.sized], [known.bias], [rows], kernel
         weights: list[torch.Tensor] = [one.weight for one in layers]
         biases: list[torch.Tensor | None] = [one.bias for one in layers]
@@ -218,7 +222,7 @@ class _NotCalledYet:
     copy: torch.Tensor | None  # of the input when it was read
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Packed:
     """The packed weight of one layer, or of several layers that read one input, one after another.
     The original weights are kept for comparison."""
@@ -227,6 +231,7 @@ class Packed:
     weights: tuple[torch.Tensor, ...]
     kernel: str
     tensor: torch.Tensor
+    few: int = _WORTH[0]  # the smallest number of rows worth a call
 
     @classmethod
     def of(cls, layers: Sequence[torch.nn.Linear], kernel: str) -> Packed:
@@ -292,6 +297,22 @@ class Packed:
         """An empty weight of the total size; the kernel reads only its size."""
         weight = self.weights[0]
         return weight.new_full((1, 1), torch.nan).expand(self.out, weight.shape[1])
+
+
+def fastest_few(packed: Sequence[Packed]) -> int:
+    """The number of rows with which this machine reads these weights fastest."""
+    swept, taken = list[Packed](), 0
+    for one in packed:
+        if taken <= _SWEPT:
+            swept.append(one)
+            taken += one.nbytes
+    best = dict.fromkeys(_WORTH, math.inf)
+    for few in _WORTH * _SWEEPS:
+        start = time.perf_counter()
+        for one in swept:
+            one.run(one.weights[0].new_ones(few, one.weights[0].shape[1]), one.bias)
+        best[few] = min(best[few], time.perf_counter() - start)
+    return min(best, key=lambda few: best[few])
 
 
 def plain_product(

@@ -9,11 +9,18 @@ differently, so they are tried and named separately.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from keepsight.core.kernels.linear import Packed, Rows, Shape, kernels_for, rows_of
+from keepsight.core.kernels.linear import (
+    Packed,
+    Rows,
+    Shape,
+    fastest_few,
+    kernels_for,
+    rows_of,
+)
 from keepsight.system.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -33,6 +40,7 @@ class Packing:
         self.wanted = wanted and bool(kernels_for(torch.float32))
         self.packed: dict[int, Packed] = {}
         self.rules: dict[Shape, Rows | None] = {}  # padding of rows, by shape
+        self._few: dict[str, int] = {}  # rows worth a call, by kernel
         self.tried_in = ""  # the environment that found it
         self.is_behind = False  # whether copies were dropped since the last check
 
@@ -54,6 +62,7 @@ class Packing:
         self.is_behind = False
         if environment != self.tried_in:  # MKL packs differently for another number of threads
             self.rules, self.packed, self.tried_in = {}, {}, environment
+            self._few.clear()
         wanted = [(group, kernel) for group in groups for group, kernel in self._packable(group)]
         kept = {tuple(id(layer.weight) for layer in group) for group, _ in wanted}
         self.packed = {
@@ -66,11 +75,18 @@ class Packing:
             self._give_up(f"they would take {needed} bytes of memory, {free} are free")
             return
         try:
-            for group, kernel in missing:
-                packed = Packed.of(group, kernel)
+            made = [Packed.of(group, kernel) for group, kernel in missing]
+            for packed in made:
+                packed.few = self._few_of(packed, made)
                 self.packed.update({id(weight): packed for weight in packed.weights})
         except (RuntimeError, MemoryError) as error:
             self._give_up(error)
+
+    def _few_of(self, packed: Packed, made: Sequence[Packed]) -> int:
+        if packed.kernel not in self._few:
+            alike = [one for one in made if one.kernel == packed.kernel]
+            self._few[packed.kernel] = fastest_few(alike)
+        return self._few[packed.kernel]
 
     def _give_up(self, why: object) -> None:
         self.wanted = False
