@@ -110,30 +110,26 @@ def _equal_models_are_tried_once(
     def environment() -> tuple[Any, ...]:
         return torch.get_num_threads(), *switches("cpu", [])
 
+    def anew(found: Any, packed: Callable[[], Any] = dict) -> Any:
+        """A finding with kernels of its own, which hold no model."""
+        if (of := found.kernels) is None:
+            return found
+        linears = linear.Linears(packed)
+        linears.rows.update(of.linears.rows)
+        query_rows = attention.QueryRows(of.query_rows.windows, of.query_rows.fillings)
+        more = {"in_graphs": of.in_graphs, "whole_steps": of.whole_steps}
+        return dataclasses.replace(found, kernels=Kernels(linears, query_rows, **more))
+
     def model_once(self: AnyCut, tried: Any) -> Any:
         graphs = str(getattr(getattr(self._model, "exported", None), "environment", ""))
         key = (self._weights.state, str(self._decoder.shape), self.packing.wanted, environment())
         key += (graphs, type(self._family))
-        if key not in trials:
-            found = try_model(self, tried)
-            if (kernels := found.kernels) is not None:
-                rows = kernels.query_rows
-                query_rows = rows.windows, dict(rows.fillings)
-                trials[key] = found, dict(kernels.linears.rows), query_rows
-            elif found.lasts:
-                trials[key] = found, {}, ()
-            return found
-        found, rows, query_rows = trials[key]
-        if found.kernels is None:
-            return found
-        kernels = Kernels(
-            linear.Linears(lambda: self.packing.packed),
-            attention.QueryRows(*query_rows),
-            in_graphs=found.kernels.in_graphs,
-            whole_steps=found.kernels.whole_steps,
-        )
-        kernels.linears.rows.update(rows)
-        return dataclasses.replace(found, kernels=kernels)
+        if key in trials:
+            return anew(trials[key], lambda: self.packing.packed)
+        found = try_model(self, tried)
+        if found.kernels is not None or found.lasts:
+            trials[key] = anew(found)
+        return found
 
     def shape_once(shape: linear.Shape) -> linear.Rows | None:
         key = (shape, environment())

@@ -33,7 +33,7 @@ class Call:
                 "session, yields the pieces of an answer"
             )
         known = [*known_options(), *CHAT_OPTIONS]
-        own = (Asking if where == "ask" else Answering).__annotations__
+        own = (Asking if where in ("ask", "edit") else Answering).__annotations__
         UnknownOption.refuse(options, known, where, own)
         options = dict(options)
         asked = options.pop("tenant", None)

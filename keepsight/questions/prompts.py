@@ -213,7 +213,7 @@ def _check_plain(value: object, where: str) -> None:
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not plain data: {error}") from error
+        raise InputError(f"{where} is not plain data: {error}; give pictures as assets") from error
 
 
 def _without_media(value: Any) -> Any:

@@ -44,6 +44,8 @@ class Session:
         self.notes: list[str] = []
         self._awaited = False  # whether an asynchronous turn runs
         if system is not None:
+            if not isinstance(system, str):
+                raise InputError(f"system is a {type(system).__name__}, expected a text")
             self.messages.append({"role": "system", "content": system})
 
     def __repr__(self) -> str:
@@ -115,13 +117,13 @@ class Session:
                 content = self.messages[spot]["content"]
                 given[name] = [part[kind] for part in content if part.get("type") == kind]
         asked = [*self.messages[:spot], *self.named([user_turn((text,), given)])]
-        return Reply.of(self.answer(asked, given))
+        return Reply.of(self.answer(asked, given, "edit"))
 
     @shows(Answering)
     def regenerate(self, **options: Unpack[Generating]) -> Reply:
         """Answer the last user turn again."""
         asked = self.messages[: self._user_turn(-1) + 1]
-        return Reply.of(self.answer(asked, dict(options)))
+        return Reply.of(self.answer(asked, dict(options), "regenerate"))
 
     def fork(self) -> Session:
         """A new conversation with the same history."""
@@ -130,10 +132,10 @@ class Session:
         other.notes = list(self.notes)
         return other
 
-    def answer(self, asked: list[Message], options: Options) -> Iterator[Piece]:
+    def answer(self, asked: list[Message], options: Options, where: str = "ask") -> Iterator[Piece]:
         """Answer a history that ends with a question; both become this session's history."""
         text = ""
-        for piece in self._pieces(asked, options):
+        for piece in self._pieces(asked, options, where):
             text += piece.text
             if piece.usage is not None:
                 self.remember(asked, text)
@@ -144,11 +146,13 @@ class Session:
         turn prefills them."""
         self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
 
-    def _pieces(self, asked: list[Message], options: Options) -> Iterator[Piece]:
+    def _pieces(
+        self, asked: list[Message], options: Options, where: str = "ask"
+    ) -> Iterator[Piece]:
         whose = options.pop("tenant", None)
         if whose is not None and whose != self.tenant:
             raise InputError(f"this session belongs to tenant {self.tenant!r}, not to {whose!r}")
-        for piece in answer(self.runtime, asked, Call.of(options, self.tenant, "ask")):
+        for piece in answer(self.runtime, asked, Call.of(options, self.tenant, where)):
             if piece.report is not None:
                 piece.report.notes += [*self.notes, *kept_notes(self.messages)]
             yield piece

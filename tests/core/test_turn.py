@@ -355,6 +355,14 @@ def test_unknown_and_impossible_options(dense: Any) -> None:
     for name, value in wrong.items():
         with pytest.raises(InputError):
             dense.chat(messages, **{name: value})
+    session = dense.session()
+    session.ask("Hello!", max_new_tokens=1)
+    with pytest.raises(UnknownOption, match="regenerate has no option 'images'"):
+        session.regenerate(images=[picture(1)])
+    with pytest.raises(UnknownOption, match="edit has no option 'colour'"):
+        session.edit(0, "Hello?", colour="red")
+    with pytest.raises(InputError, match="system is a int"):
+        dense.session(system=3)
     nothing = {"suppress_tokens": list(range(len(dense.processor.tokenizer)))}
     with pytest.raises(InputError, match="no token can be drawn"):
         dense.chat(messages, do_sample=True, **nothing)
