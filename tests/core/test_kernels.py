@@ -241,6 +241,13 @@ def joined(module: Attention) -> tuple[Packing, Linears, list[torch.nn.Linear]]:
     return packing, Linears(lambda: packing.packed, packing.rules), parts
 
 
+def expect_each(linears: Linears, parts: list[torch.nn.Linear], rows: torch.Tensor) -> None:
+    """What is read together gives what each layer gives by itself."""
+    for one in parts:
+        found = linears(rows, one.weight, one.bias)
+        assert torch.allclose(found, one(rows), atol=1e-5) and found.is_contiguous()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_layers_that_read_one_input_are_read_together(biased: bool, monkeypatch: Any) -> None:
     module = Attention(biased)
@@ -258,15 +265,10 @@ def test_layers_that_read_one_input_are_read_together(biased: bool, monkeypatch:
         monkeypatch.setattr(linear.Packed, "run", counted)
         for count in (1, 7):
             rows = torch.randn(1, count, 64)
-            for one in (*parts, *parts[::-1]):
-                found = linears(rows, one.weight, one.bias)
-                assert torch.allclose(found, one(rows), atol=1e-5) and found.is_contiguous()
+            expect_each(linears, [*parts, *parts[::-1]], rows)
             other = torch.randn(1, count, 64)  # between two that read one input
-            found = linears(rows, parts[0].weight, parts[0].bias)
-            assert torch.allclose(found, parts[0](rows), atol=1e-5)
-            for one in parts[1:]:
-                found = linears(other, one.weight, one.bias)
-                assert torch.allclose(found, one(other), atol=1e-5)
+            expect_each(linears, parts[:1], rows)
+            expect_each(linears, parts[1:], other)
         assert ran == [3] * 8
         parts[1].weight.mul_(2)
         if biased:
@@ -274,19 +276,15 @@ def test_layers_that_read_one_input_are_read_together(biased: bool, monkeypatch:
         packing.forget([parts[1].weight])
         assert packing.is_behind and not packing.packed.keys() & {id(x.weight) for x in parts}
         packing.follow(groups_in(module), "here")
-        rows = torch.randn(2, 64)
-        for one in parts:
-            assert torch.allclose(linears(rows, one.weight, one.bias), one(rows), atol=1e-5)
+        expect_each(linears, parts, torch.randn(2, 64))
 
 
 def test_a_bias_is_read_as_it_is_now() -> None:
     with torch.inference_mode():
         _, linears, parts = joined(Attention(bias=True))
         parts[2].bias.mul_(3)
-        rows = torch.randn(2, 64)
-        for one in parts:
-            assert torch.allclose(linears(rows, one.weight, one.bias), one(rows), atol=1e-5)
-        q = parts[0]
+        rows, q = torch.randn(2, 64), parts[0]
+        expect_each(linears, parts, rows)
         found = linears(rows, q.weight, None)  # a caller who leaves it out
         assert torch.allclose(found, functional.linear(rows, q.weight), atol=1e-5)
 
@@ -296,9 +294,7 @@ def test_layers_of_one_weight_keep_their_own_biases() -> None:
     module.v_proj.weight = module.k_proj.weight
     with torch.inference_mode():
         _, linears, parts = joined(module)
-        rows = torch.randn(2, 64)
-        for one in parts:
-            assert torch.allclose(linears(rows, one.weight, one.bias), one(rows), atol=1e-5)
+        expect_each(linears, parts, torch.randn(2, 64))
 
 
 def test_layers_of_other_inputs_are_read_apart() -> None:

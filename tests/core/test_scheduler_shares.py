@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from support.common import until
+from support.common import entered, until
 from support.models import build, picture, turn
 
 import keepsight as ks
@@ -39,15 +39,8 @@ def test_each_account_gets_as_many_tokens_whoever_asks_for_more(counts: tuple[in
         with vlm.runtime.lock:
             asked = [f"account {n}" for n, count in enumerate(counts) for _ in range(count)]
             tickets = [
-                submit(
-                    together,
-                    f"Question {number}.",
-                    None,
-                    40,
-                    account=account,
-                    on_piece=lambda piece, account=account: came.append(account),
-                )
-                for number, account in enumerate(asked)
+                submit(together, f"{n}?", None, 40, account=who, on_piece=entered(came, who))
+                for n, who in enumerate(asked)
             ]
         assert all(ticket.done.wait(60) for ticket in tickets)
     ends = [max(at for at, one in enumerate(came) if one == each) for each in set(asked)]
@@ -57,24 +50,18 @@ def test_each_account_gets_as_many_tokens_whoever_asks_for_more(counts: tuple[in
 
 def test_nobody_is_held_back_for_good() -> None:
     """Of an account with many, each goes on in its turn."""
-    came: list[int] = []
+    came: list[str] = []
     with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
         with vlm.runtime.lock:
             small = submit(together, "Little.", None, 120, account="small")
             greedy = [
-                submit(
-                    together,
-                    f"Much {n}.",
-                    None,
-                    10,
-                    account="greedy",
-                    on_piece=lambda piece, n=n: came.append(n),
-                )
-                for n in range(4)
+                submit(together, f"{n}?", None, 10, account="greedy", on_piece=entered(came, n))
+                for n in "0123"
             ]
         assert all(ticket.done.wait(60) for ticket in [*greedy, small])
-    firsts = [came.index(n) for n in range(4)]
-    assert max(firsts) < len(came) - 20, "the last begins long before the others end"
+    assert max(map(came.index, "0123")) < len(came) - 20, (
+        "the last begins long before the others end"
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,20 +77,14 @@ def test_a_small_chat_is_answered_before_the_long_ones_of_another(
 ) -> None:
     """Also where all places are taken: one more of another account may run."""
     with Together(vlm, max_running=3) as together:
-        ended: list[Ticket] = []
         begun = threading.Event()
-        for n in range(6):
-            submit(
-                together,
-                f"Much {n}.",
-                count=200,
-                on_done=ended.append,
-                on_piece=lambda piece: begun.set(),
-                **greedy,
-            )
+        how: dict[str, Any] = {"on_piece": lambda piece: begun.set(), **greedy}
+        long = [submit(together, f"Much {n}.", count=200, **how) for n in range(6)]
         begun.wait(20)
         submit(together, "Little.", count=4, **small).result()
-        assert not ended
+        assert not any(ticket.done.is_set() for ticket in long)
+        for ticket in long:
+            ticket.cancel()
 
 
 def test_a_long_prompt_begins_however_many_short_ones_come() -> None:

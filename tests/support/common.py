@@ -49,6 +49,11 @@ def bits(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, list[int]
     }
 
 
+def entered(order: list[str], name: str) -> Callable[[object], None]:
+    """A listener that enters a name whenever something comes."""
+    return lambda piece: order.append(name)
+
+
 def in_threads(*work: Callable[[], object]) -> None:
     """Do all of it at the same moment, each in a thread of its own."""
     threads = [threading.Thread(target=one) for one in work]
