@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.changes import CHANGES
 from support.models import build, picture, stock_inputs, turn
 
 import keepsight as ks
@@ -75,59 +76,22 @@ def test_a_model_once_asked_for_hidden_states_decodes_as_fast() -> None:
         assert _steps(vlm) > 0
 
 
-def _scale(model: Any) -> None:
-    model.get_decoder().layers[1].self_attn.scaling *= 1.7
-
-
-def _exchange_layers(model: Any) -> None:
-    layers = model.get_decoder().layers
-    layers[0], layers[1] = layers[1], layers[0]
-
-
-def _hook_a_layer(model: Any) -> None:
-    model.get_decoder().layers[1].register_forward_hook(lambda module, args, out: out * 1.3)
-
-
-def _replace_a_method(model: Any) -> None:
-    layer = model.get_decoder().layers[1]
-    forward = layer.forward
-    layer.forward = lambda *given, **named: forward(*given, **named) * 1.2
-
-
-def _hook_the_positions(model: Any) -> None:
-    rotary = model.get_decoder().rotary_emb
-    rotary.register_forward_hook(lambda module, args, out: (out[0] * 1.3, out[1]))
-
-
-def _exchange_the_head(model: Any) -> None:
-    old = model.lm_head
-    model.lm_head = torch.nn.Linear(old.in_features, old.out_features, bias=False)
-
-
-def _exchange_halves(model: Any) -> None:
-    mlp = model.get_decoder().layers[1].mlp
-    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
-
-
-def _write_a_norm(model: Any) -> None:
-    with torch.no_grad():
-        model.get_decoder().layers[1].post_attention_layernorm.weight.mul_(2.0)
-
-
-CHANGES = [
-    *(_scale, _exchange_layers, _hook_a_layer, _replace_a_method, _hook_the_positions),
-    *(_exchange_the_head, _exchange_halves, _write_a_norm),
+# Of the language model: its settings, modules, functions, hooks and weights.
+OF_THE_DECODER = [
+    *("attention_scaling", "inverse_frequencies", "another_activation", "layers_in_another_order"),
+    *("decoder_layers_in_another_order", "halves_of_a_gated_layer", "another_head"),
+    *("a_forward_in_parts", "a_hook_with_a_state", "a_hook_on_the_positions", "a_weight_in_place"),
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_two_calls_is_seen(change: Any) -> None:
+@pytest.mark.parametrize("name", OF_THE_DECODER)
+def test_a_change_between_two_calls_is_seen(name: str) -> None:
     model, processor = build("qwen3_vl")
     inputs = stock_inputs(processor, [turn("What is it?", picture(1))])
     with ks.wrap(model, processor, drafts=False) as vlm:
         before = vlm.generate(**inputs, **ASKED)
         assert _steps(vlm) > 0
-        change(model)
+        CHANGES[name](model)
         after = vlm.generate(**inputs, **ASKED)
     assert not torch.equal(before.logits[-1], after.logits[-1])
     with ks.wrap(model, processor, drafts=False) as vlm:

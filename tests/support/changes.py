@@ -119,6 +119,34 @@ def layers_in_another_order(model: Any) -> Undo:
 
 
 @change
+def decoder_layers_in_another_order(model: Any) -> Undo:
+    layers = model.get_decoder().layers
+
+    def exchange() -> None:
+        layers[0], layers[1] = layers[1], layers[0]
+
+    exchange()
+    return exchange
+
+
+@change
+def halves_of_a_gated_layer(model: Any) -> Undo:
+    mlp = model.get_decoder().layers[1].mlp
+
+    def exchange() -> None:
+        mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+    exchange()
+    return exchange
+
+
+@change
+def another_head(model: Any) -> Undo:
+    usual = model.lm_head
+    return put(model, "lm_head", torch.nn.Linear(usual.in_features, usual.out_features, bias=False))
+
+
+@change
 def a_parametrisation(model: Any) -> Undo:
     layer = attention(model).o_proj
 
@@ -221,6 +249,11 @@ CHANGES |= {
     "a_hook_with_keywords": lambda m: (
         attention(m)
         .o_proj.register_forward_hook(lambda m, args, how, out: out * 0.5, with_kwargs=True)
+        .remove
+    ),
+    "a_hook_on_the_positions": lambda m: (
+        m.get_decoder()
+        .rotary_emb.register_forward_hook(lambda m, args, out: (out[0] * 1.3, out[1]))
         .remove
     ),
     "a_hook_with_a_state": lambda m: (
