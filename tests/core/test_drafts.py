@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import cuts
 from support.answers import Catch
 from support.cuts import BOTH
 from support.hostile import bounded
@@ -30,6 +30,7 @@ from keepsight.core.decoding.drafts import (
 from keepsight.errors import InputError
 from keepsight.prefix.prompt import Prompt
 
+wrapped = functools.partial(cuts.wrapped, "qwen3_vl")
 CHAT = [turn("Look at this. " * 4, picture(1)), turn("And now this one.", picture(2))]
 HOWS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -50,12 +51,6 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         return tokens[: max(0, min(7, left))]
 
     monkeypatch.setattr(Guesses, "next", guess)
-
-
-@contextmanager
-def wrapped(dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[ks.VLM]:
-    with ks.wrap(*build("qwen3_vl", dtype), **options) as vlm:
-        yield vlm
 
 
 def asked(vlm: ks.VLM, messages: Any, count: int = 24, **how: Any) -> tuple[ks.Reply, Catch]:
@@ -122,12 +117,8 @@ def test_an_answer_given_again_takes_few_passes() -> None:
         how = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40}
         first = vlm.chat(CHAT, **how)
         steps = vlm.stats()["engine"]["decode_steps"]
-        vlm.runtime.engine._costs._times = {
-            1: 1.0,
-            4: 1.05,
-            8: 1.1,
-            16: 1.2,
-        }  # whatever this machine does
+        # Whatever this machine does.
+        vlm.runtime.engine._costs._times = {1: 1.0, 4: 1.05, 8: 1.1, 16: 1.2}
         again = vlm.chat(CHAT, **how)
         engine = vlm.stats()["engine"]
         assert again.tokens == first.tokens

@@ -51,41 +51,19 @@ def build(name: str, dtype: torch.dtype, *kinds: str, **options: Any) -> PreTrai
     return model.to(dtype).eval()
 
 
-class TestFull(StateTests):
-    def make_model(self) -> PreTrainedModel:
-        return build("Llama", torch.float32)
+def suite(*made: Any, **options: Any) -> type[StateTests]:
+    """The suite for a model of such layers."""
+    return type("Suite", (StateTests,), {"make_model": lambda self: build(*made, **options)})
 
 
-class TestFullInBfloat16(StateTests):
-    def make_model(self) -> PreTrainedModel:
-        return build("Llama", torch.bfloat16)
-
-
-class TestSliding(StateTests):
-    """The window is shorter than the prompt, and longer than its first chunk."""
-
-    def make_model(self) -> PreTrainedModel:
-        return build("Mistral", torch.float32, sliding_window=10)
-
-
-class TestSlidingAndFull(StateTests):
-    def make_model(self) -> PreTrainedModel:
-        return build("Gemma3Text", torch.float32, "sliding", "full", sliding_window=6)
-
-
-class TestLinearAndFull(StateTests):
-    def make_model(self) -> PreTrainedModel:
-        return build("Qwen3_5Text", torch.float32, "linear", "full", **LINEAR)
-
-
-class TestLinearAndFullInBfloat16(StateTests):
-    def make_model(self) -> PreTrainedModel:
-        return build("Qwen3_5Text", torch.bfloat16, "linear", "full", **LINEAR)
-
-
-class TestConvolutionAndFull(StateTests):
-    def make_model(self) -> PreTrainedModel:
-        return build("Lfm2", torch.float32, "conv", "full")
+TestFull = suite("Llama", torch.float32)
+TestFullInBfloat16 = suite("Llama", torch.bfloat16)
+# The window is shorter than the prompt, and longer than its first chunk.
+TestSliding = suite("Mistral", torch.float32, sliding_window=10)
+TestSlidingAndFull = suite("Gemma3Text", torch.float32, "sliding", "full", sliding_window=6)
+TestLinearAndFull = suite("Qwen3_5Text", torch.float32, "linear", "full", **LINEAR)
+TestLinearAndFullInBfloat16 = suite("Qwen3_5Text", torch.bfloat16, "linear", "full", **LINEAR)
+TestConvolutionAndFull = suite("Lfm2", torch.float32, "conv", "full")
 
 
 class TestKeysWiderThanValues(StateTests):

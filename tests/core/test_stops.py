@@ -76,6 +76,8 @@ def test_nothing_is_laid_out_against_the_vocabulary(
         assert torch.equal(vlm.generate(**vlm.inputs(messages), max_new_tokens=20), wanted)
         cut = vlm.chat(messages, max_new_tokens=20, stop=stop)
         assert cut.text == text[: text.find(stop)] and cut.finish_reason == "stop"
+        pieces = vlm.stream(messages, max_new_tokens=20, stop=[stop])
+        assert "".join(piece.text for piece in pieces) == cut.text
         assert cut.tokens == wanted[0, inputs["input_ids"].shape[1] :].tolist()
 
 
