@@ -7,35 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from support.model_parts import picture, wake
-from support.tiny_models import glm_image
+from support.model_parts import picture
+from support.tiny_models import glm_image, mlcd
 
 import keepsight as ks
 from keepsight.errors import ModelError, UnsupportedInput
 
 
 @pytest.fixture(scope="module")
-def mlcd() -> tuple[Any, Any]:
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    config = transformers.MLCDVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=56,
-        patch_size=14,
-    )
-    torch.manual_seed(0)
-    model = transformers.MLCDVisionModel(config).eval()
-    wake(model)
-    size = {"height": 56, "width": 56}
-    return model, CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size)
+def tower() -> tuple[Any, Any]:
+    return mlcd()
 
 
-def test_packages_are_the_features(mlcd: tuple[Any, Any], tmp_path: Path) -> None:
-    model, image_processor = mlcd
+def test_packages_are_the_features(tower: tuple[Any, Any], tmp_path: Path) -> None:
+    model, image_processor = tower
     with ks.wrap(model, image_processor, store=tmp_path / "store") as vlm:
         packages = vlm.encode([picture(1), picture(2), picture(1)])
         assert vlm.stats()["features"]["encoded"] == 2
@@ -53,8 +38,8 @@ def test_packages_are_the_features(mlcd: tuple[Any, Any], tmp_path: Path) -> Non
         assert vlm.stats()["features"]["encoded"] == 0
 
 
-def test_it_answers_nothing(mlcd: tuple[Any, Any]) -> None:
-    with ks.wrap(*mlcd) as vlm:
+def test_it_answers_nothing(tower: tuple[Any, Any]) -> None:
+    with ks.wrap(*tower) as vlm:
         for call in (
             lambda: vlm.ask(picture(1), "What is it?"),
             lambda: vlm.generate(input_ids=torch.tensor([[1]])),

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from support import models
-from support.model_parts import wake
-from support.tiny_models import glm_image
+from support.tiny_models import glm_image, mlcd
 from transformers import DynamicCache, StaticCache
 from transformers.exporters import exporter_dynamo  # noqa: F401  registers its patches
 from transformers.exporters.utils import apply_patches
@@ -309,17 +307,7 @@ def test_exported_from_features(kind: str) -> None:
 
 def test_a_tower_alone_is_one_graph() -> None:
     """MLCD has no language model: pixels in, features out, for any number of pictures."""
-    config = transformers.MLCDVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=56,
-        patch_size=14,
-    )
-    torch.manual_seed(0)
-    model = transformers.MLCDVisionModel(config).eval()
-    wake(model)
+    model, _ = mlcd()
     batches = [torch.randn(count, 3, 56, 56) for count in (2, 3)]
     forward = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     shapes = {"pixel_values": {0: torch.export.Dim.AUTO}}

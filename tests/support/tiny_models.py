@@ -363,6 +363,21 @@ def glm_image() -> tuple[Any, Any]:
     return model, processor
 
 
+def mlcd() -> tuple[Any, Any]:
+    """A tower without a language model, and its image processor."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    config = transformers.MLCDVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        image_size=56, patch_size=14,
+    )
+    torch.manual_seed(0)
+    model = transformers.MLCDVisionModel(config).eval()
+    wake(model)
+    size = {"height": 56, "width": 56}
+    return model, CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size)
+
+
 _ERNIE = {
     "image_token": "<|IMAGE_PLACEHOLDER|>", "image_start_token": "<|IMAGE_START|>",
     "image_end_token": "<|IMAGE_END|>", "video_token": "<|VIDEO_PLACEHOLDER|>",
