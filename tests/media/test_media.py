@@ -31,12 +31,6 @@ MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK",
 MODES += ["LAB", "I", "F", "I;16", "I;16B"]
 
 
-@pytest.fixture
-def vlm(demo_parts: dict[str, Any]) -> Any:
-    model, processor = demo_parts["demo"]
-    return ks.wrap(model, processor)
-
-
 def name(image: Any) -> str:
     """The name that an image has before anything is decoded or preprocessed."""
     return open_source(image).name
@@ -117,7 +111,7 @@ def test_a_palette_with_transparency_counts_in_the_name(vlm: Any, tmp_path: Path
     assert_seen_as(vlm, tmp_path / "p.png", load_image(str(tmp_path / "p.png")))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [1, 3, 6])  # all of them: test_pictures.py
 def test_files_are_turned_upright_and_objects_are_left_alone(
     vlm: Any, tmp_path: Path, orientation: int
 ) -> None:

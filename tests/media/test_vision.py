@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.changes import kept
 from support.models import picture, turn
 
 import keepsight as ks
@@ -57,25 +58,18 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
     with ks.wrap(model, processor) as vlm:
         package = vlm.encode(picture(1))
     foreign = dataclasses.replace(package, provenance=dict(package.provenance, maker="onnx"))
-    with ks.wrap(model, processor, store=tmp_path) as vlm:
-        store = vlm.runtime.store
-        store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
-        store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
-        vlm.flush()
-    with ks.wrap(model, processor, store=tmp_path) as vlm:
-        reply = vlm.chat(messages, max_new_tokens=1)
-        assert reply.usage.images_encoded == 1
-        image = next(s for s in reply.report.segments if s.kind == "image")
-        assert image.features == "tower"
-    other = tmp_path / "other"
-    with ks.wrap(model, processor, store=other, accept_features="any") as vlm:
-        store = vlm.runtime.store
-        store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
-        store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
-        reply = vlm.chat(messages, max_new_tokens=1)
-        assert reply.usage.images_encoded == 0
-        image = next(s for s in reply.report.segments if s.kind == "image")
-        assert image.features == "disk"
+    for accepted, encoded, source in (("same", 1, "tower"), ("any", 0, "disk")):
+        how = {"store": tmp_path / accepted, "accept_features": accepted}
+        with ks.wrap(model, processor, **how) as vlm:
+            store = vlm.runtime.store
+            store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
+            store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
+            vlm.flush()
+        with ks.wrap(model, processor, **how) as vlm:
+            reply = vlm.chat(messages, max_new_tokens=1)
+            assert reply.usage.images_encoded == encoded
+            image = next(s for s in reply.report.segments if s.kind == "image")
+            assert image.features == source
 
 
 def test_a_rendered_prompt_names_pictures_by_the_present_weights(demo_parts: Any) -> None:
@@ -83,12 +77,10 @@ def test_a_rendered_prompt_names_pictures_by_the_present_weights(demo_parts: Any
     shown = [turn("Look.", picture(1))]
     with ks.wrap(model, processor, tenant="never seen before") as vlm:
         assert vlm.render(shown).media[0].feature_id == vlm.encode(picture(1)).feature_id
-        weight = model.model.visual.patch_embed.proj.bias
-        before = weight.detach().clone()
+        undo = kept(model.model.visual.patch_embed.proj.bias, lambda bias: bias.add_(1))
         try:
-            weight.data.add_(1)
             assert vlm.render(shown).media[0].feature_id == vlm.encode(picture(1)).feature_id
         finally:
-            weight.data.copy_(before)
+            undo()
     with pytest.raises(Closed):
         vlm.render(shown)

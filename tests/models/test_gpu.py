@@ -59,7 +59,7 @@ def test_with_flash_attention(kind: str) -> None:
 def test_recorded_passes_answer_as_the_modules_do(kind: str) -> None:
     model, processor = build(kind)
     model = copy.deepcopy(model).to("cuda", torch.bfloat16)
-    with wrapped((model, processor)) as vlm:
+    with ks.wrap(model, processor) as vlm:
         for messages in conversation():
             asked = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
             given = stock_inputs(processor, messages)
@@ -80,13 +80,9 @@ def on_cuda(kind: str) -> tuple[Any, Any]:
     return copy.deepcopy(model).to("cuda"), processor
 
 
-def wrapped(parts: tuple[Any, Any], **options: Any) -> Any:
-    return ks.wrap(*parts, **options)
-
-
 def assert_from_store(parts: tuple[Any, Any], folder: Path, known: torch.Tensor) -> None:
     """The third prompt of the conversation is answered from the store alone, with these bits."""
-    with wrapped(parts, store=folder) as vlm:
+    with ks.wrap(*parts, store=folder) as vlm:
         assert close(logits(vlm, conversation()[2]), known)
         assert vlm.runtime.engine.prefill_tokens == 0
         vlm.runtime.tree.check()
@@ -94,7 +90,7 @@ def assert_from_store(parts: tuple[Any, Any], folder: Path, known: torch.Tensor)
 
 def filled(parts: tuple[Any, Any], folder: Path) -> torch.Tensor:
     """A store that has seen the conversation; the logits behind its third prompt."""
-    with wrapped(parts, store=folder) as vlm:
+    with ks.wrap(*parts, store=folder) as vlm:
         known = [logits(vlm, messages) for messages in conversation()[:3]]
         vlm.flush()
         assert close(known[2], cold(vlm, conversation()[2]))
@@ -120,12 +116,12 @@ def test_the_writer_waits_for_the_device(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_file_goes_to_the_device(kind: str, tmp_path: Path) -> None:
     parts, question = on_cuda(kind), "And the colour of it?"
-    with wrapped(parts) as vlm:
+    with ks.wrap(*parts) as vlm:
         session = vlm.session()
         session.ask("What do you see in this picture here?", [picture(1)], max_new_tokens=3)
         path = session.save(tmp_path / "talk.keep")
         expected = session.ask(question, [picture(2)], max_new_tokens=4, do_sample=False)
-    with wrapped(parts) as vlm:
+    with ks.wrap(*parts) as vlm:
         resumed = vlm.resume(path)
         reply = resumed.ask(question, [picture(2)], max_new_tokens=4, do_sample=False)
         assert reply.tokens == expected.tokens and reply.usage.cached_tokens > 0
@@ -134,7 +130,7 @@ def test_a_session_file_goes_to_the_device(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_host_tier_gives_back_what_lay_on_a_device(kind: str) -> None:
-    with wrapped(on_cuda(kind), cache_budget="48KiB") as vlm:
+    with ks.wrap(*on_cuda(kind), cache_budget="48KiB") as vlm:
         first, again = ([logits(vlm, m) for m in conversation()] for _ in range(2))
         assert all(close(a, b) for a, b in zip(first, again, strict=True))
         told = vlm.stats()["prefix"]
@@ -144,7 +140,7 @@ def test_the_host_tier_gives_back_what_lay_on_a_device(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_callers_with_streams_of_their_own_follow_each_other(kind: str) -> None:
-    with wrapped(on_cuda(kind)) as vlm:
+    with ks.wrap(*on_cuda(kind)) as vlm:
         known = cold(vlm, conversation()[1])
         for messages in conversation()[:2]:
             with torch.cuda.stream(torch.cuda.Stream()):

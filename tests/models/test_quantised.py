@@ -18,6 +18,12 @@ SECOND = [*FIRST, turn("A pattern.", role="assistant"), turn("And this one?", pi
 OTHER = [turn("Another question about it.", picture(1))]
 
 
+def expect_exact(vlm: ks.VLM, *asked: list[Any]) -> None:
+    """Each is answered as by a memory that has seen nothing."""
+    for messages in asked:
+        assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+
+
 class OnePass(torch.nn.Linear):
     """Its input in eight bits, with one scale for all tokens of a pass."""
 
@@ -131,7 +137,7 @@ def test_other_schemes_are_taken(parts: tuple[Any, Any], config: dict[str, Any])
     model, processor = parts
     model.config.quantization_config = config
     with ks.wrap(model, processor) as vlm:
-        assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
+        expect_exact(vlm, FIRST)
 
 
 def test_no_layer_runs_when_a_model_is_wrapped(parts: tuple[Any, Any]) -> None:
@@ -159,8 +165,7 @@ def test_weights_in_half_precision_are_no_scale(parts: tuple[Any, Any]) -> None:
     layer = model.get_decoder().layers[1]
     quantise(layer, {torch.nn.Linear}, dtype=torch.float16, inplace=True)
     with ks.wrap(model, processor) as vlm:
-        for messages in (FIRST, SECOND, FIRST):
-            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+        expect_exact(vlm, FIRST, SECOND, FIRST)
 
 
 @pytest.mark.parametrize("kind", [EachToken, Fixed])
@@ -170,8 +175,7 @@ def test_layers_that_treat_each_token_alone_are_taken(
     model, processor = parts
     put_in(model, kind)
     with ks.wrap(model, processor) as vlm:
-        for messages in (FIRST, SECOND, OTHER, FIRST, SECOND):
-            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+        expect_exact(vlm, FIRST, SECOND, OTHER, FIRST, SECOND)
 
 
 @pytest.mark.parametrize("hybrid", ["qwen3_vl", "qwen3_5", "sliding"])
@@ -182,8 +186,7 @@ def test_a_model_that_needs_no_inference_mode(tmp_path: Path, hybrid: str) -> No
     layer.weight = torch.nn.Parameter(in_eight_bits(layer.weight), requires_grad=False)
     for _ in range(2):
         with ks.wrap(model, processor, store=tmp_path, cache_budget="1MiB") as vlm:
-            for messages in (FIRST, SECOND, OTHER, SECOND):
-                assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+            expect_exact(vlm, FIRST, SECOND, OTHER, SECOND)
             assert vlm.verify(SECOND, stock=True).equal
             with ks.Together(vlm) as together:
                 tickets = [together.submit(m, max_new_tokens=3) for m in (FIRST, OTHER)]
@@ -262,12 +265,11 @@ def test_weights_around_other_tensors_are_taken(parts: tuple[Any, Any]) -> None:
         layer = getattr(layer, "linear_fc1", layer)
         layer.weight = torch.nn.Parameter(in_eight_bits(layer.weight), requires_grad=False)
     with ks.wrap(model, processor) as vlm:
-        for messages in (FIRST, SECOND, OTHER, FIRST, SECOND):
-            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+        expect_exact(vlm, FIRST, SECOND, OTHER, FIRST, SECOND)
         first = logits(vlm, FIRST)
         layer.weight.scale.mul_(1.5)  # a change inside is one of the weight
         assert not torch.equal(logits(vlm, FIRST), first)
-        assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
+        expect_exact(vlm, FIRST)
 
 
 def test_weights_that_cannot_be_read_are_refused_by_name(parts: tuple[Any, Any]) -> None:
@@ -294,7 +296,7 @@ def test_tokens_trained_by_an_adapter(kind: str, tmp_path: Path) -> None:
         vlm.encode(picture(1)).save(tmp_path / "one.sight")
         package = ks.Package.load(tmp_path / "one.sight")
         assert vlm.ask(package, "What is it?", max_new_tokens=1).usage.images_encoded == 0
-        assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
+        expect_exact(vlm, SECOND)
 
 
 def test_experts_in_a_dtype_that_torch_has_no_product_for() -> None:
