@@ -80,7 +80,8 @@ def test_a_model_once_asked_for_hidden_states_decodes_as_fast() -> None:
 OF_THE_DECODER = [
     *("attention_scaling", "inverse_frequencies", "another_activation", "layers_in_another_order"),
     *("decoder_layers_in_another_order", "halves_of_a_gated_layer", "another_head"),
-    *("a_forward_in_parts", "a_hook_with_a_state", "a_hook_on_the_positions", "a_weight_in_place"),
+    *("the_forward_of_a_decoder_layer", "a_hook_on_a_decoder_layer", "a_hook_on_the_positions"),
+    *("a_hook_with_a_state", "a_norm_in_place", "a_weight_in_place"),
 ]
 
 

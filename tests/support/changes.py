@@ -161,8 +161,8 @@ def a_parametrisation(model: Any) -> Undo:
 # -- functions -----------------------------------------------------------------------------------
 
 
-def _halved(forward: Any, *given: Any) -> torch.Tensor:
-    found: torch.Tensor = forward(*given) * 0.5
+def _halved(forward: Any, *given: Any, **named: Any) -> torch.Tensor:
+    found: torch.Tensor = forward(*given, **named) * 0.5
     return found
 
 
@@ -190,6 +190,12 @@ def a_bound_forward(model: Any) -> Undo:
 @change
 def a_forward_in_parts(model: Any) -> Undo:
     layer = attention(model).o_proj
+    return put(layer, "forward", functools.partial(_halved, layer.forward))
+
+
+@change
+def the_forward_of_a_decoder_layer(model: Any) -> Undo:
+    layer = model.get_decoder().layers[1]
     return put(layer, "forward", functools.partial(_halved, layer.forward))
 
 
@@ -251,6 +257,9 @@ CHANGES |= {
         .o_proj.register_forward_hook(lambda m, args, how, out: out * 0.5, with_kwargs=True)
         .remove
     ),
+    "a_hook_on_a_decoder_layer": lambda m: (
+        m.get_decoder().layers[1].register_forward_hook(_halves).remove
+    ),
     "a_hook_on_the_positions": lambda m: (
         m.get_decoder()
         .rotary_emb.register_forward_hook(lambda m, args, out: (out[0] * 1.3, out[1]))
@@ -268,6 +277,9 @@ CHANGES |= {
 
 CHANGES |= {
     "a_weight_in_place": lambda m: kept(attention(m).q_proj.weight, lambda w: w.mul_(1.05)),
+    "a_norm_in_place": lambda m: kept(
+        m.get_decoder().layers[1].post_attention_layernorm.weight, lambda w: w.mul_(2.0)
+    ),
     "weights_through_data": lambda m: kept(attention(m).q_proj.weight, lambda w: w.data.mul_(1.05)),
     # The same bytes at the same place, read the other way.
     "a_weight_on_its_side": lambda m: put(
