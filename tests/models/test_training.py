@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +163,21 @@ def test_what_no_test_has_trained_is_refused(kind: str) -> None:
 # -- without the tower ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packages of the demo model, and the pictures that they are of."""
+    made = tmp_path_factory.mktemp("encoded")
     with ks.load("demo", dtype="float32") as vlm:
         for number, image in enumerate(pictures()):
-            image.save(tmp_path / f"{number}.png")
-            vlm.encode(image).save(tmp_path / f"{number}.sight")
-    return tmp_path
+            image.save(made / f"{number}.png")
+            vlm.encode(image).save(made / f"{number}.sight")
+    return made
+
+
+@pytest.fixture
+def folder(encoded: Path, tmp_path: Path) -> Path:
+    """The same, for a test to change."""
+    return shutil.copytree(encoded, tmp_path, dirs_exist_ok=True)
 
 
 def records_in(folder: Path, suffix: str) -> list[Any]:
