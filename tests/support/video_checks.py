@@ -54,6 +54,17 @@ def frames(seed: int, count: int = 6) -> np.ndarray:
     return np.stack([np.asarray(picture(seed * 100 + i)) for i in range(count)])
 
 
+def mp4(shown: np.ndarray, rate: int) -> bytes:
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width = stream.height = 96
+        for one in shown:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
+        container.mux(stream.encode())
+    return data.getvalue()
+
+
 def parts(kind: str) -> tuple[Any, Any]:
     """A model and its processor with a real video processor."""
     model, processor = build(kind)
@@ -174,20 +185,14 @@ def test_a_film_that_grows(kind: str) -> None:
 def test_a_file() -> None:
     """A video file is decoded with its own rate, and named by its frames."""
     model, processor = parts("qwen3_vl")
-    data = io.BytesIO()
-    with av.open(data, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=5)
-        stream.width = stream.height = 96
-        for one in frames(1):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
-        container.mux(stream.encode())
+    data = mp4(frames(1), 5)
     with ks.wrap(model, processor) as vlm:
         messages = [turn("What is it?", {"frames": frames(1), "fps": 5.0})]
-        messages[0]["content"][0]["video"] = data.getvalue()
+        messages[0]["content"][0]["video"] = data
         reply = vlm.chat(messages, max_new_tokens=2)
         assert "video" in str(reply.report)
         assert vlm.chat(messages, max_new_tokens=2).usage.images_encoded == 0
-        messages[0]["content"][0]["video"] = data.getvalue()[:200]
+        messages[0]["content"][0]["video"] = data[:200]
         with pytest.raises(ImageError, match="cannot be decoded"):
             vlm.chat(messages)
 
@@ -198,20 +203,14 @@ def test_frames_of_a_file_are_chosen(kind: str) -> None:
     model, processor = parts(kind)
     processor.video_processor.do_sample_frames = True
     processor.video_processor.fps = 2
-    data = io.BytesIO()
-    with av.open(data, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width = stream.height = 96
-        for one in frames(1, 40):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
-        container.mux(stream.encode())
-    film = VideoFile(data.getvalue())
+    data = mp4(frames(1, 40), 10)
+    film = VideoFile(data)
     every, about = film.decode()
     chosen = film.decode(chooser(processor))[0]
     assert len(every) == 40 and len(chosen) < (20 if kind.startswith("qwen") else 41), kind
     with ks.wrap(model, processor) as vlm:
         whole = vlm.encode({"type": "video", "video": {"frames": every, "fps": about["fps"]}})
-        file = vlm.encode({"type": "video", "video": data.getvalue()})
+        file = vlm.encode({"type": "video", "video": data})
         assert (file.key, file.grid) == (whole.key, whole.grid), kind
         assert file.layout == whole.layout, kind
 
