@@ -51,15 +51,18 @@ def test_bits_are_the_same_with_whichever_rows_weights_are_read_fastest(monkeypa
     assert all(map(torch.equal, *found))
 
 
-def test_a_hook_of_a_layer_sees_every_token() -> None:
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj", "model.norm", "model", "lm_head"])
+def test_a_hook_sees_every_token(name: str) -> None:
     model, processor = build("qwen3_vl")
+    parts = {"model": model.get_decoder(), "lm_head": model.get_output_embeddings()}
+    of, _, below = name.partition(".")
     seen = list[int]()
     with ks.wrap(model, processor, drafts=False) as vlm:
         vlm.chat(MESSAGES, **TOKENS)
         before, answer = _steps(vlm), vlm.stream(MESSAGES, **TOKENS)
         next(answer)
-        layer = model.get_decoder().layers[1].mlp.down_proj
-        hook = layer.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+        part = parts[of].get_submodule(below)
+        hook = part.register_forward_hook(lambda module, args, out: seen.append(1))
         rest = list(answer)
         hook.remove()
     assert before > 0
