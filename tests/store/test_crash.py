@@ -89,7 +89,7 @@ def test_random_kills(tmp_path: Path, budget: int | None, processes: int) -> Non
 
 
 @pytest.mark.usefixtures("_nobody_writes")
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_step(tmp_path: Path, stride: int) -> None:
     """At each step of writing, entering and removing, what was promised holds."""
     for step in range(1, 400, stride):
