@@ -26,9 +26,12 @@ from keepsight.store import DiskStore
 
 for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(_name, None)  # processes that tests start write as a user's do
-# A shell starts what runs in its background with Ctrl-C ignored, and children inherit that.
+# A shell starts what runs in its background with Ctrl-C ignored, nohup with the end of a terminal,
+# and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _THREADS = 1  # tiny models gain nothing from a second one, and two test processes share two cores
 torch.set_num_threads(_THREADS)
 # Exports are made once for all processes of a run; the first one makes the folder and removes it.
