@@ -225,6 +225,30 @@ def test_packed_weights_give_the_layer(kernel: str, biased: bool) -> None:
             assert torch.allclose(found, layer(rows[:count]), atol=1e-5)
 
 
+@pytest.mark.parametrize(("took", "few"), [({1: 3.0, 4: 2.0}, 4), ({1: 2.0, 4: 3.0}, 1)])
+def test_weights_are_read_by_the_rows_that_take_the_least_time(
+    took: dict[int, float], few: int, monkeypatch: Any
+) -> None:
+    """Timed once: threads that change and change back, or one weight that does, cost no look."""
+    now, timed = [0.0], list[int]()
+
+    def run(self: linear.Packed, rows: torch.Tensor, bias: Any) -> None:
+        timed.append(len(rows))
+        now[0] += took[len(rows)]
+
+    monkeypatch.setattr(linear.Packed, "run", run)
+    monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("keepsight.core.kernels.packing.rows_of", lambda shape: Rows())
+    module, packing = Attention(bias=True), Packing(wanted=True)
+    for environment in ("here", "there"):
+        packing.follow(groups_in(module), environment)
+    before = len(timed)
+    packing.follow(groups_in(module), "here")
+    packing.forget([module.o_proj.weight])
+    packing.follow(groups_in(module), "here")
+    assert before == len(timed) > 0 and {one.few for one in packing.packed.values()} == {few}
+
+
 class Attention(torch.nn.Module):
     def __init__(self, bias: bool, other: int = 64) -> None:
         super().__init__()

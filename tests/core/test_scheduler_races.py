@@ -51,7 +51,7 @@ def test_a_tenant_has_one_vision_however_many_threads_ask(vlm: Any) -> None:
         found.add(vlm.runtime.vision_of("a"))
 
     with meanwhile(ask, ask, ask):
-        for _ in range(40):
+        for _ in range(100):
             with vlm.runtime.lock:
                 vlm.runtime.refresh(tenant="a")
                 vlm.runtime.refresh(tenant="b")

@@ -14,9 +14,10 @@ import keepsight as ks
 from keepsight.core.decoding.positions import PromptPositions, place
 from keepsight.prefix.prompt import Prompt
 
-KINDS = [  # one for each way to place tokens
-    *("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v", "ernie4_5_vl_moe", "paddleocr_vl"),
-    *("qwen2_5_omni_thinker", "video_llama_3", "kimi_k25", "llava"),
+MROPE = [
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v"),
+    *("ernie4_5_vl_moe", "paddleocr_vl", "glm4v_moe", "glm_ocr", "qwen2_5_omni_thinker"),
+    *("video_llama_3", "qwen3_omni_moe_thinker", "kimi_k25", "llava"),
 ]
 
 
@@ -25,7 +26,7 @@ def longer(prompt: Prompt, more: list[int]) -> Prompt:
     return Prompt(ids, prompt.media, prompt.ranges)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MROPE)
 def test_text_behind_a_prompt_counts_on(kind: str) -> None:
     model, processor = build(kind)
     chance = random.Random(kind)

@@ -299,6 +299,7 @@ class Packed:
         return weight.new_full((1, 1), torch.nan).expand(self.out, weight.shape[1])
 
 
+@torch.no_grad()
 def fastest_few(packed: Sequence[Packed]) -> int:
     """The number of rows with which this machine reads these weights fastest."""
     swept, taken = list[Packed](), 0

@@ -40,7 +40,7 @@ class Packing:
         self.wanted = wanted and bool(kernels_for(torch.float32))
         self.packed: dict[int, Packed] = {}
         self.rules: dict[Shape, Rows | None] = {}  # padding of rows, by shape
-        self._few: dict[str, int] = {}  # rows worth a call, by kernel
+        self._few: dict[tuple[str, str, torch.dtype], int] = {}  # rows worth a call
         self.tried_in = ""  # the environment that found it
         self.is_behind = False  # whether copies were dropped since the last check
 
@@ -62,7 +62,6 @@ class Packing:
         self.is_behind = False
         if environment != self.tried_in:  # MKL packs differently for another number of threads
             self.rules, self.packed, self.tried_in = {}, {}, environment
-            self._few.clear()
         wanted = [(group, kernel) for group in groups for group, kernel in self._packable(group)]
         kept = {tuple(id(layer.weight) for layer in group) for group, _ in wanted}
         self.packed = {
@@ -83,10 +82,12 @@ class Packing:
             self._give_up(error)
 
     def _few_of(self, packed: Packed, made: Sequence[Packed]) -> int:
-        if packed.kernel not in self._few:
-            alike = [one for one in made if one.kernel == packed.kernel]
-            self._few[packed.kernel] = fastest_few(alike)
-        return self._few[packed.kernel]
+        kernel, dtype = packed.kernel, packed.weights[0].dtype
+        name = self.tried_in, kernel, dtype
+        if name not in self._few:  # what is packed later is too little to be timed
+            alike = [x for x in made if (x.kernel, x.weights[0].dtype) == (kernel, dtype)]
+            self._few[name] = fastest_few(alike)
+        return self._few[name]
 
     def _give_up(self, why: object) -> None:
         self.wanted = False
