@@ -110,7 +110,7 @@ class Runtime:
             whole_media=family.sees_whole_media,
             reuse=family.reuse,
             media_ends=family.media_ends,
-            states=shape.has_fixed,
+            states=shape.has_states,
         )
         self._any_cut = AnyCut(model, family, self.engine.decoder, weights, settings, owned, store)
         self.finding = Finding(None)
@@ -217,7 +217,7 @@ class Runtime:
             host = 0 if model.device.type == "cpu" else HOST_BUDGET
         return Tree(
             parse_bytes(self.settings.cache_budget or 0),
-            Shape.of(model).has_fixed,
+            Shape.of(model).has_states,
             self.store,
             reuse=self.family.reuse,
             host_budget=parse_bytes(host),

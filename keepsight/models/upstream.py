@@ -30,8 +30,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import (
     DummyLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 from transformers.integrations import sdpa_attention
@@ -47,8 +45,6 @@ __all__ = [
     "Dropout",
     "DummyLayer",
     "DynamicSlidingWindowLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
     "LinearAttentionLayer",
     "RunningNorm",
     "scan",  # a loop over rows in the form that torch writes into a graph

@@ -84,9 +84,9 @@ def test_kinds_are_read_off_the_cache_that_upstream_builds() -> None:
     assert Shape.of(TestFull().make_model()).kinds == ("full", "full")
     assert Shape.of(TestSlidingAndFull().make_model()).kinds == ("sliding", "full")
     assert Shape.of(TestLinearAndFull().make_model()).kinds == ("linear", "full")
-    assert not Shape.of(TestFull().make_model()).has_fixed
-    assert not Shape.of(TestSliding().make_model()).has_fixed
-    assert Shape.of(TestLinearAndFull().make_model()).has_fixed
+    assert not Shape.of(TestFull().make_model()).has_states
+    assert not Shape.of(TestSliding().make_model()).has_states
+    assert Shape.of(TestLinearAndFull().make_model()).has_states
 
 
 def test_kinds_that_nobody_has_shown_exact_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

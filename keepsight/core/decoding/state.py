@@ -26,8 +26,6 @@ from keepsight.kinds import CacheLayer, Record
 from keepsight.models.upstream import (
     DummyLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 from keepsight.prefix.node import Node
@@ -41,12 +39,7 @@ _KINDS: dict[type, str] = {
     DynamicLayer: "full",
     DynamicSlidingWindowLayer: "sliding",
     LinearAttentionLayer: "linear",
-    LinearAttentionAndFullAttentionLayer: "linear+full",
-    LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
 }
-
-
-_GROWING = ("full", "sliding", "cross", "none")  # kinds without a state of fixed size
 
 
 @dataclass(frozen=True)
@@ -70,26 +63,17 @@ class Shape:
         kinds = tuple(
             "cross" if i in cross else _KINDS[type(layer)] for i, layer in enumerate(layers)
         )
-        if not any(kind == "full" for kind in kinds) and not any("sliding" in k for k in kinds):
+        if {"full", "sliding"}.isdisjoint(kinds):
             raise UnsupportedModel(
                 "this model has no attention layer, so nothing counts its tokens; use it without "
                 "Keepsight"
             )
-        if "linear+full" in kinds:
-            raise UnsupportedModel(
-                "no test has shown that layers with linear and full attention at once are exact; "
-                "use the model without Keepsight"
-            )
         return cls(kinds)
 
     @property
-    def has_fixed(self) -> bool:
-        """Whether some layer's state is valid only where it was captured."""
-        return any(kind not in _GROWING for kind in self.kinds)
-
-    @property
     def has_states(self) -> bool:
-        """Whether some layer has only a state of fixed size."""
+        """Whether some layer has a state of fixed size, which is valid only where it was
+        captured."""
         return "linear" in self.kinds
 
 
@@ -120,7 +104,6 @@ class Lane:
 
     def __init__(self, model: PreTrainedModel, shape: Shape, variant: str = "") -> None:
         self.shape, self.variant = shape, variant
-        self._config = model.config
         self.cache = DynamicCache(config=model.config)
         for i, kind in enumerate(shape.kinds):
             if kind == "full":
@@ -179,10 +162,8 @@ class Lane:
         if end == self.length:
             return {name: tensor.clone() for name, tensor in self._fixed().items()}
         states: Tensors = {}
-        for i, layer in enumerate(self.cache.layers):
-            if self.shape.kinds[i] in _GROWING or isinstance(layer, LaneLayer):
-                continue
-            if not isinstance(layer, MixerLayer) or end - self._start not in layer.found:
+        for i, layer in self._mixers():
+            if end - self._start not in layer.found:
                 raise ValueError(f"no snapshot was planned at {end}, the lane has {self.length}")
             found = layer.held(end - self._start)
             states |= {f"{i}.{what}.0": state for what, state in found.items()}
@@ -191,9 +172,8 @@ class Lane:
     def watch(self, ends: Sequence[int]) -> None:
         """Capture fixed-size states after these tokens of the next pass too, or after none."""
         self._start = self.length
-        for layer in self.cache.layers:
-            if isinstance(layer, MixerLayer):
-                layer.ends = [end - self.length for end in ends]
+        for _, layer in self._mixers():
+            layer.ends = [end - self.length for end in ends]
 
     def capture_full(self, start: int, end: int) -> Tensors:
         """Keys and values of the full layers in a range: one stacked tensor if all rows have one
@@ -239,10 +219,8 @@ class Lane:
             layer = self.cache.layers[int(index)]
             if what in ("grid", "tail"):
                 layer.restore(what, tensor)
-            elif what in ("conv", "recurrent"):
-                restore_linear(layer, what, int(number), tensor)
             else:
-                _restore_sliding(layer, what, tensor, end)
+                restore_linear(layer, what, int(number), tensor)
         self.length = end
 
     def rewind(self, length: int) -> None:
@@ -258,32 +236,20 @@ class Lane:
         if length == 0:
             for beside in self.cross:
                 beside.rewind(0)
-            self._reset_fixed()
+            # Transformers' `reset` leaves zeroed tensors where a new layer has none, and layers ask
+            # "is there a state?". Only new layers make a later first chunk equal to a first one.
+            for i, _ in self._mixers():
+                self.cache.layers[i] = MixerLayer()
 
-    def _reset_fixed(self) -> None:
-        # Transformers' `reset` leaves zeroed tensors where a new layer has none, and layers ask "is
-        # there a state?". Only new layers make a later first chunk equal to a first one.
-        fresh = DynamicCache(config=self._config).layers
-        for i, kind in enumerate(self.shape.kinds):
-            if kind not in _GROWING and not isinstance(self.cache.layers[i], LaneLayer):
-                self.cache.layers[i] = MixerLayer() if kind == "linear" else fresh[i]
+    def _mixers(self) -> list[tuple[int, MixerLayer]]:
+        """The layers with a state of fixed size, with their numbers."""
+        return [(i, x) for i, x in enumerate(self.cache.layers) if isinstance(x, MixerLayer)]
 
     def _fixed(self) -> Tensors:
         """The live fixed-size states by name: `layer.what.number`."""
-        states: Tensors = {}
-        for i, layer in enumerate(self.cache.layers):
-            if isinstance(layer, LaneLayer):
-                continue
-            if isinstance(layer, MixerLayer):
-                states |= {f"{i}.{what}.0": state for what, state in layer.held().items()}
-                continue
-            for what in ("conv", "recurrent"):
-                for number, state in getattr(layer, f"{what}_states", {}).items():
-                    if state is not None:
-                        states[f"{i}.{what}.{number}"] = state
-            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-                states[f"{i}.keys.0"], states[f"{i}.values.0"] = layer.keys, layer.values
-        return states
+        return {
+            f"{i}.{n}.0": state for i, mixer in self._mixers() for n, state in mixer.held().items()
+        }
 
 
 class Placement:
@@ -298,7 +264,7 @@ class Placement:
         ]
         self._of_layer = found or [self._main] * len(shape.kinds)
         both = list(zip(self._of_layer, shape.kinds, strict=True))
-        self._all_rows = [d for d, kind in both if kind == "full" or "sliding" in kind]
+        self._all_rows = [d for d, kind in both if kind in ("full", "sliding")]
         self._cross = [device for device, kind in both if kind == "cross"]
 
     def __eq__(self, other: object) -> bool:
@@ -352,8 +318,8 @@ def pattern(kv: Tensors, fixed: Tensors) -> Record:
         if not name.startswith("cross."):  # only present if the prompt begins with media
             found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])
     for name, tensor in fixed.items():
-        sliding = any(what in name for what in (".keys.", ".values.", ".tail."))
-        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if sliding else tuple(tensor.shape)
+        grows = ".tail." in name
+        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if grows else tuple(tensor.shape)
         found[f"fixed {name}"] = (tensor.dtype, *sizes)
     return found
 
@@ -365,11 +331,3 @@ def restore_linear(layer: CacheLayer, what: str, number: int, tensor: torch.Tens
         layer.lazy_initialization(**{f"{what}_states": tensor}, state_idx=number)
     getattr(layer, f"{what}_states")[number].copy_(tensor)
     layer.has_previous_state[number] = True
-
-
-def _restore_sliding(layer: CacheLayer, what: str, tensor: torch.Tensor, end: int) -> None:
-    # Transformers never writes into these tensors (it concatenates), so they need no copy.
-    if not layer.is_initialized:
-        layer.lazy_initialization(tensor, tensor)
-    setattr(layer, what, tensor)
-    layer.cumulative_length = end
