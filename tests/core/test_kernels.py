@@ -52,6 +52,21 @@ def test_numbers_of_rows_that_were_not_tried_are_not_used(monkeypatch: Any) -> N
 
 
 @pytest.mark.tries_anew
+def test_an_output_head_is_tried_with_few_rows_only(monkeypatch: Any) -> None:
+    """It has few at a time, and more would take most of the time of loading a model."""
+    sizes: set[int] = set()
+
+    def counting(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        sizes.add(len(rows))
+        return plain(rows, weight, bias)
+
+    monkeypatch.setattr(linear, "_plain", counting)
+    with torch.inference_mode():
+        rule = rows_of((20_000, 16, torch.float32, False, linear.PLAIN))
+    assert rule is not None and rule.most <= max(sizes) <= 64
+
+
+@pytest.mark.tries_anew
 @pytest.mark.parametrize("odd", [52, 104, 240])
 def test_a_kernel_that_adds_in_another_order_between_the_usual_numbers(
     monkeypatch: Any, odd: int

@@ -30,6 +30,9 @@ _NARROW = 32  # numbers that are added
 # Rows per call of a packed layer: machines differ in which of them read the weights fastest.
 _WORTH = (4, 1)
 _SWEEPS, _SWEPT = 3, 512 << 20  # how often, and how many bytes, to find out
+# Outputs, also for each input, that only an output head has. It has few rows at a time, and more in
+# a call would take most of the time of a trial.
+_OF_HEADS, _RATIO, _HEAD_ROWS = 1 << 14, 16, 64
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of this many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
@@ -88,6 +91,7 @@ def _padded(least: int, step: int, fine: bool, rows: int) -> int:
 _SMALL = ((1, 1), (2, 1), (4, 1), (4, 4), (8, 8), (16, 16))
 _FIRST = (
     *(Rows(least, step, most) for most in (_ROWS, _ROWS // 2) for least, step in _SMALL),
+    Rows(most=_HEAD_ROWS),
     *(Rows(most=_FEW), Rows(2, 2, _FEW)),  # matrix units (AMX) take this many in one way
     *(Rows(32), Rows(64), Rows(128), Rows(64, 64, 64)),
 )
@@ -385,10 +389,12 @@ def rows_of(shape: Shape) -> Rows | None:
     def run(rows: torch.Tensor) -> torch.Tensor:
         return packed.run(rows, bias) if packed else _plain(rows, weight, bias)
 
-    wanted = {most: _in_calls(run, inputs, most) for most in {rule.most for rule in CANDIDATES}}
+    wanted: dict[int, torch.Tensor] = {}
     known: dict[tuple[int, int], bool] = {}
 
     def equal(count: int, most: int) -> bool:
+        if most not in wanted:
+            wanted[most] = _in_calls(run, inputs, most)
         if (count, most) not in known:
             known[count, most] = all(
                 torch.equal(run(inputs[at : at + count].clone()), wanted[most][at : at + count])
@@ -396,7 +402,10 @@ def rows_of(shape: Shape) -> Rows | None:
             )
         return known[count, most]
 
+    is_head = out > _OF_HEADS and out > _RATIO * width
     for rule in CANDIDATES:
+        if rule.most > _HEAD_ROWS and is_head:
+            continue
         if all(equal(count, rule.most) for count in rule.counts):
             return rule
     return None

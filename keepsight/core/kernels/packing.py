@@ -122,7 +122,7 @@ class Packing:
                 self.rules[shape] = _tried(shape)
             if (rule := self.rules[shape]) is not None:
                 found[kernel] = rule
-            if rule == Rows():
+            if rule is not None and _padding(rule) == _padding(Rows()):
                 return kernel
         return min(found, key=lambda one: _padding(found[one]), default="")
 
