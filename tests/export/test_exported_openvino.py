@@ -249,4 +249,6 @@ def test_the_demo_models_answer_as_ever(kind: str) -> None:
             assert answers[0].tokens == answers[1].tokens
             messages += [turn(str(answers[0]), role="assistant"), turn("And this?", image)]
         found = vlm.verify(messages, stock=True)
-        assert found.equal and found.cached_tokens and found.stock_same_tokens
+        assert found.cached_tokens and found.stock_same_tokens
+        assert found.equal or found.exactness == "rounding"  # of recurrent layers
+        assert found.max_difference <= found.tolerance
