@@ -534,7 +534,8 @@ def posts(
         endpoint.__doc__ = handler.__doc__
         BODIES[kind] = None
         content = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-        described = {"required": True, "content": {"application/json": content}}
+        required = any(field.is_required() for field in kind.model_fields.values())
+        described = {"required": required, "content": {"application/json": content}}
         router.add_api_route(
             path,
             endpoint,

@@ -97,7 +97,8 @@ def _schema(app: FastAPI, model: str) -> Record:
     parts |= bodies["$defs"]
     for part in parts.values():
         if "model" in part.get("properties", {}):
-            part["properties"]["model"] = {"type": "string", "enum": [model]}
+            wanted = "model" in part.get("required", ())
+            part["properties"]["model"] = {"enum": [model] if wanted else [model, None]}
     for kind in schema.TABLE.values():
         fields = parts[kind.__name__]["properties"]
         for word, why in (("Refused", kind.REFUSED), ("Accepted, not used", kind.IGNORED)):

@@ -416,11 +416,17 @@ class Unused(dict[str, str]):
 # -- bodies ----------------------------------------------------------------------------------------
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-# An empty text, or none in a list, ends nothing.
-Stop = Annotated[
-    Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None,
-    BeforeValidator(lambda given: [given] if given and isinstance(given, str) else given or None),
-]
+Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None
+
+
+def _stops(given: object) -> object:
+    """One text is a list of it; an empty text, or none in a list, ends nothing."""
+    if given in ("", []):
+        return None
+    return [given] if isinstance(given, str) else given
+
+
+Stop = Annotated[Stops, BeforeValidator(_stops, json_schema_input_type=Label | Stops)]
 
 
 class StreamOptions(Inner):
