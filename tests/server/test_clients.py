@@ -166,6 +166,26 @@ def brief(server: Live) -> Iterator[Live]:
         yield it
 
 
+def test_the_schema_says_that_more_is_taken(server: Live) -> None:
+    """Bodies that are easily described too narrowly: null, one text for a list, no body at all."""
+    described = server.call("/openapi.json")[1]
+    parts = described["components"]["schemas"]
+    assert parts["ChatRequest"]["properties"]["model"] == {"enum": ["demo", None]}
+    assert parts["PinRequest"]["properties"]["model"] == {"enum": ["demo"]}
+    stop = parts["ChatRequest"]["properties"]["stop"]["anyOf"]
+    assert {one["type"] for one in stop} == {"string", "array", "null"}
+    post = {
+        path: one["post"]["requestBody"]["required"]
+        for path, one in described["paths"].items()
+        if "requestBody" in one.get("post", {})
+    }
+    assert post["/v1/chat/completions"] and not post["/v1/cache/reset"]
+    ask = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    assert server.call("/v1/chat/completions", {**ask, "model": None, "stop": "x"})[0] == 200
+    assert server.call("/v1/chat/completions", {**ask, "stop": False})[0] == 400
+    assert server.call("/v1/cache/reset", b"", "POST")[0] == 200
+
+
 def test_fuzzing(brief: Live) -> None:
     fuzz(brief.url, "--phases", "fuzzing", "--max-examples", "6")
     assert brief.call("/health")[0] == 200
