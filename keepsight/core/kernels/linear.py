@@ -32,7 +32,7 @@ _WORTH = (4, 1)
 _SWEEPS, _SWEPT = 3, 512 << 20  # how often, and how many bytes, to find out
 # Outputs, also for each input, that only an output head has. It has few rows at a time, and more in
 # a call would take most of the time of a trial.
-_OF_HEADS, _RATIO, _HEAD_ROWS = 1 << 14, 16, 64
+_OF_HEADS, _RATIO, _HEAD_ROWS = 1 << 14, 16, 128
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of this many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
