@@ -239,7 +239,7 @@ def test_a_picture_is_let_go_with_its_answer(server: Live, path: str) -> None:
     gc.disable()
     try:
         assert server.call(path, body)[0] == 200
-        until(lambda: held() == before)
+        until(lambda: held() <= before)  # one of an earlier request may have gone meanwhile
     finally:
         gc.enable()
 
