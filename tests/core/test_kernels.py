@@ -31,16 +31,22 @@ def in_another_order(rows: torch.Tensor, weight: torch.Tensor, bias: Any) -> tor
     return plain(rows.flip(-1), weight.flip(-1), bias)
 
 
-@pytest.mark.tries_anew
-def test_numbers_of_rows_that_were_not_tried_are_not_used(monkeypatch: Any) -> None:
-    """A kernel may add in another order for numbers of rows of which nobody knows."""
-    sizes: set[int] = set()
+@pytest.fixture
+def sizes(monkeypatch: Any) -> set[int]:
+    """The numbers of rows that plain products get."""
+    found: set[int] = set()
 
     def counting(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        sizes.add(len(rows))
+        found.add(len(rows))
         return plain(rows, weight, bias)
 
     monkeypatch.setattr(linear, "_plain", counting)
+    return found
+
+
+@pytest.mark.tries_anew
+def test_numbers_of_rows_that_were_not_tried_are_not_used(sizes: set[int]) -> None:
+    """A kernel may add in another order for numbers of rows of which nobody knows."""
     with torch.inference_mode():
         rule = rows_of(SHAPE)
         assert rule is not None
@@ -52,15 +58,8 @@ def test_numbers_of_rows_that_were_not_tried_are_not_used(monkeypatch: Any) -> N
 
 
 @pytest.mark.tries_anew
-def test_an_output_head_is_tried_with_few_rows_only(monkeypatch: Any) -> None:
+def test_an_output_head_is_tried_with_few_rows_only(sizes: set[int]) -> None:
     """It has few at a time, and more would take most of the time of loading a model."""
-    sizes: set[int] = set()
-
-    def counting(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        sizes.add(len(rows))
-        return plain(rows, weight, bias)
-
-    monkeypatch.setattr(linear, "_plain", counting)
     with torch.inference_mode():
         rule = rows_of((20_000, 16, torch.float32, False, linear.PLAIN))
     assert rule is not None and rule.most <= max(sizes) <= 128

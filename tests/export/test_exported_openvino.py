@@ -207,9 +207,11 @@ def test_any_cut_and_any_company_give_the_same_bits() -> None:
 suite = functools.partial(exported_suite, runtime="openvino")
 TestQwen25VL = pytest.mark.slow(suite("qwen2_5_vl"))  # its tower looks through windows
 TestQwen3VL = suite("qwen3_vl")  # whose graphs other tests of this file need as well
-TestQwen35 = pytest.mark.slow(suite("qwen3_5"))  # its linear layers come by way of ONNX
+TestQwen35 = pytest.mark.slow(
+    suite("qwen3_5", decodes_together=False)
+)  # its linear layers come by way of ONNX
 TestQwen2VL = pytest.mark.slow(suite("qwen2_vl"))
-TestGemma3 = pytest.mark.slow(suite("gemma3_sliding", nests_images=True))
+TestGemma3 = pytest.mark.slow(suite("gemma3_sliding", decodes_together=False, nests_images=True))
 TestLlava = pytest.mark.slow(suite("llava"))
 TestInternVL = pytest.mark.slow(suite("internvl"))
 
@@ -250,5 +252,5 @@ def test_the_demo_models_answer_as_ever(kind: str) -> None:
             messages += [turn(str(answers[0]), role="assistant"), turn("And this?", image)]
         found = vlm.verify(messages, stock=True)
         assert found.cached_tokens and found.stock_same_tokens
-        assert found.equal or found.exactness == "rounding"  # of recurrent layers
+        assert found.equal if kind == "demo" else found.exactness == "rounding"  # its layers recur
         assert found.max_difference <= found.tolerance

@@ -223,8 +223,8 @@ def test_prepare_explain_stats_reset(server: Live) -> None:
 def test_a_picture_is_let_go_with_its_answer(server: Live, path: str) -> None:
     """Not when the garbage collector comes by: it counts objects, and one may be 60 MB."""
 
-    def held() -> int:
-        return sum(type(one) is Source for one in gc.get_objects())
+    def held() -> list[Source]:
+        return [one for one in gc.get_objects() if type(one) is Source]
 
     body: dict[str, Any] = {"model": "demo", "max_pixels": 12_000}  # another size has a source
     if path == "/v1/decisions":
@@ -235,11 +235,12 @@ def test_a_picture_is_let_go_with_its_answer(server: Live, path: str) -> None:
         body |= {"messages": asked(scene(13))}
     assert server.call(path, body)[0] == 200
     gc.collect()
-    before = held()
+    before = held()  # held from here on, so that their ids stay theirs
+    known = set(map(id, before))
     gc.disable()
     try:
         assert server.call(path, body)[0] == 200
-        until(lambda: held() <= before)  # one of an earlier request may have gone meanwhile
+        until(lambda: known.issuperset(map(id, held())))
     finally:
         gc.enable()
 

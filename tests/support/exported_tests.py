@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepsight.vlm import VLM
 from support import FamilyTests
 from support.exported_models import exported, small
 from support.prompts import Messages, once
@@ -18,11 +17,6 @@ class ExportedTests(FamilyTests):
 
     def make_model(self) -> tuple[Any, Any]:
         return exported(self.kind, self.runtime), small(self.kind)[1]
-
-    def steps_together(self, vlm: VLM) -> bool:
-        """Where the trial found equal bits, and lanes alone hold what was read."""
-        runtime = vlm.runtime
-        return bool(runtime.rule.kernels) and not runtime.engine.shape.has_states
 
     def stock(self, messages: Messages, tokens: int = 1) -> Any:
         """Of the model that was exported, from pixels."""

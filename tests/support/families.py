@@ -175,10 +175,6 @@ class FamilyTests:
         near = self.near(vlm.model.dtype)
         return bool((one - other).abs().max() <= near * other.abs().max())
 
-    def steps_together(self, vlm: VLM) -> bool:
-        """Whether all rows of a batch take each step together."""
-        return self.decodes_together
-
     def near(self, dtype: torch.dtype) -> float:
         """The part of the logits' scale that is rounding."""
         return self.tolerance if dtype == torch.float32 else 5e-2
@@ -351,7 +347,7 @@ class FamilyTests:
         given = {**inputs, **_WHOLE, "min_new_tokens": self.tokens}
         rows: Generated = vlm.generate(**given, max_new_tokens=self.tokens)
         steps = vlm.stats()["engine"]["decode_steps"] - before
-        passes = (self.tokens - 1) * (1 if self.steps_together(vlm) else len(chats))
+        passes = (self.tokens - 1) * (1 if self.decodes_together else len(chats))
         expect(steps == passes, f"{passes} passes for all rows, not {steps}")
         for number, one in enumerate(alone):
             for wanted, found in zip(logits_of(one), logits_of(rows), strict=False):
